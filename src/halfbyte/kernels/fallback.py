@@ -1,0 +1,38 @@
+"""The kernel of last resort: decode some rows of the weight to fp32, let torch multiply, repeat."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..formats import PackedWeight
+from .registry import Kernel, Problem, register
+
+CHUNK_VALUES = 1 << 22  # decoded values held at once: 16 MiB of fp32
+
+
+def run(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor) -> None:
+    """See registry.Run."""
+    n, k = weight.shape
+    wide = x.float()
+    step = max(1, CHUNK_VALUES // k)
+    for start in range(0, n, step):
+        rows = slice(start, min(n, start + step))
+        y = wide @ weight.dequantize(rows=rows).t()
+        out[:, rows] = y if bias is None else y + bias[rows].float()
+
+
+def cost(problem: Problem) -> float:
+    """Some 2 ns a weight of torch operations on a CPU core, measured; a GPU is slower than its bandwidth by as much."""
+    return problem.n * problem.k * (2e-9 if problem.arch == "cpu" else 5e-11)
+
+
+register(
+    Kernel(
+        name="torch_dequantize",
+        backend="torch",
+        about="decode rows to fp32 with torch, multiply with torch; every format, any device",
+        supports=lambda problem: None,
+        cost=cost,
+        run=run,
+    )
+)

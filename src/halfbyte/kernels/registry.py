@@ -1,0 +1,67 @@
+"""One record per kernel. Tests, fuzzing, benchmarks, `explain` and the planner walk this list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..formats import BlockFormat, PackedWeight
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One multiply to plan: out [M, N] = x [M, K] times a packed weight [N, K], transposed.
+
+    arch: "cpu", or a CUDA architecture such as "sm_90a".
+    """
+
+    format: BlockFormat
+    dtype: torch.dtype
+    m: int
+    n: int
+    k: int
+    arch: str = "cpu"
+
+
+# x [M, K] with unit stride along K, the weight, bias [N] (x's dtype or fp32) or None, out [M, N] of x's dtype, contiguous
+Run = Callable[[Tensor, PackedWeight, Tensor | None, Tensor], None]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What a kernel is and can do.
+
+    supports: the reason why it cannot serve a problem, or None where it can. cost: predicted seconds of a call.
+    run: writes `out`; its inputs are already validated. max_m: the largest M it is meant for.
+    """
+
+    name: str
+    backend: Literal["cpu", "cuda", "triton", "torch"]
+    about: str
+    supports: Callable[[Problem], str | None]
+    cost: Callable[[Problem], float]
+    run: Run = field(repr=False)
+    deterministic: bool = True
+    batch_invariant_to: int = 0  # the largest M for which a row's bits do not depend on M
+
+
+_KERNELS: dict[str, Kernel] = {}
+
+
+def register(kernel: Kernel) -> Kernel:
+    """Add a kernel to the registry; its name must be new."""
+    if kernel.name in _KERNELS:
+        raise ValueError(f"kernel '{kernel.name}' is registered twice")
+    _KERNELS[kernel.name] = kernel
+    return kernel
+
+
+def kernels() -> tuple[Kernel, ...]:
+    """All registered kernels."""
+    return tuple(_KERNELS.values())
