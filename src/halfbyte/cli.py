@@ -1,0 +1,316 @@
+"""The command `halfbyte`."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from .checkpoints import CheckpointError, open_checkpoint
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Language-model layers straight from their 4-bit weights.",
+)
+bench_app = typer.Typer(no_args_is_help=True, help="Measure, with today's peers in the same run.")
+app.add_typer(bench_app, name="bench")
+console = Console()
+notices = Console(stderr=True)
+
+PathArgument = Annotated[Path, typer.Argument(help="A GGUF file, a safetensors file, or a model's directory.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
+
+
+def main() -> None:
+    """Entry point: user errors become one line and exit status 1, not a traceback."""
+    try:
+        app()
+    except (CheckpointError, ValueError, FileNotFoundError, FileExistsError, ModuleNotFoundError) as error:
+        fail(str(error))
+
+
+def fail(message: str) -> NoReturn:
+    """End the command with one line on standard error."""
+    notices.print(f"[red]halfbyte:[/red] {message}", highlight=False, soft_wrap=True)
+    raise SystemExit(1)
+
+
+def progress_bar() -> Progress:
+    """On standard error, so that standard output holds only the result."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=notices, transient=True)
+
+
+@app.command()
+def quantize(
+    source: Annotated[Path, typer.Argument(help="A model's directory with dense safetensors, or a GGUF file.")],
+    target: Annotated[Path, typer.Argument(help="Directory to write, in bitsandbytes' format.")],
+    format: Annotated[str, typer.Option(help="nf4 or fp4.")] = "nf4",
+    blocksize: Annotated[int, typer.Option(help="Weights that share one absmax.")] = 64,
+    nested: Annotated[bool, typer.Option(help="Quantise the absmax values too.")] = False,
+    skip: Annotated[list[str] | None, typer.Option(help="Also leave weights dense whose name contains this.")] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace an existing target.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a 4-bit checkpoint that transformers, bitsandbytes, vLLM and halfbyte load."""
+    from .integrations.convert import quantize_model
+
+    key = f"{format}-{blocksize}" + ("-nested" if nested else "")
+    with progress_bar() as bar:
+        task = bar.add_task("quantising", total=None)
+        summary = quantize_model(
+            source,
+            target,
+            key,
+            extra_skip=skip or (),
+            overwrite=overwrite,
+            progress=lambda done, total, name: bar.update(task, completed=done, total=total),
+        )
+    if as_json:
+        print(json.dumps(summary.record()))
+        return
+    console.print(f"{target}: {summary}", highlight=False)
+    for name, reason in summary.left_dense:
+        console.print(f"  left dense: {name} ({reason})", highlight=False)
+
+
+@app.command()
+def inspect(path: PathArgument, as_json: JsonOption = False) -> None:
+    """List a checkpoint's tensors: format, shape, bytes, bits a weight. Reads headers only."""
+    entries = open_checkpoint(path).entries()
+    rows: list[dict[str, Any]] = [
+        {
+            "tensor": entry.name,
+            "format": entry.format,
+            "shape": list(entry.shape),
+            "bytes": entry.nbytes,
+            "bits": entry.nbytes * 8 / max(math.prod(entry.shape), 1),
+        }
+        for entry in entries
+    ]
+    total = sum(row["bytes"] for row in rows)
+    if as_json:
+        print(json.dumps({"path": str(path), "bytes": total, "tensors": rows}))
+        return
+    table = Table("tensor", "format", "shape", "bytes", "bits a weight", title=str(path), title_justify="left")
+    for column in (3, 4):
+        table.columns[column].justify = "right"
+    for row in rows:
+        shape = " × ".join(map(str, row["shape"])) or "scalar"
+        table.add_row(row["tensor"], row["format"], shape, f"{row['bytes']:,}", f"{row['bits']:.3f}")
+    console.print(table)
+    console.print(f"{len(rows)} tensors, {total:,} bytes", highlight=False)
+
+
+@app.command()
+def verify(
+    path: PathArgument,
+    rows: Annotated[int, typer.Option(help="Rows of random activations.")] = 3,
+    columns: Annotated[int, typer.Option(help="Columns read back by one-hot probes.")] = 16,
+    as_json: JsonOption = False,
+) -> None:
+    """Hold every 4-bit layer against the float64 reference. Exit status 1 if one is outside the contract."""
+    result = run_verify(path, rows, columns)
+    if as_json:
+        print(json.dumps({"path": str(path), **result}))
+    else:
+        print_verify(path, result)
+    if not result["all_within_contract"]:
+        raise SystemExit(1)
+
+
+def run_verify(path: Path, rows: int, columns: int) -> dict[str, Any]:
+    """`lab.verify` with a progress bar."""
+    from .lab.verify import summary
+    from .lab.verify import verify as reports_of
+
+    checkpoint = open_checkpoint(path)
+    total = sum(entry.packed for entry in checkpoint.entries())
+    if not total:
+        fail(f"{path} holds no 4-bit weights that halfbyte knows")
+    reports = []
+    with progress_bar() as bar:
+        for report in bar.track(reports_of(checkpoint, rows, columns), total=total, description="verifying"):
+            reports.append(report)
+    return summary(reports)
+
+
+def print_verify(path: Path, result: dict[str, Any]) -> None:
+    """A table of layer kinds would hide the worst one, so: the five worst layers, and a verdict."""
+    table = Table("layer", "format", "shape", "error / rounding limit", "fp32 error", "one-hot", "swap seen")
+    for layer in sorted(result["layers"], key=lambda layer: -layer["over_limit"])[:5]:
+        shape = " × ".join(map(str, layer["shape"]))
+        marks = ["yes" if layer[key] else "NO" for key in ("one_hot_ok", "swap_detected")]
+        table.add_row(
+            layer["name"], layer["format"], shape, f"{layer['over_limit']:.4f}", f"{layer['error_fp32']:.1e}", *marks
+        )
+    table.title, table.title_justify = "The five worst layers", "left"
+    console.print(table)
+    verdict = "within the contract" if result["all_within_contract"] else "[red]OUTSIDE the contract[/red]"
+    console.print(
+        f"{path}: {result['layers_checked']} layers, {verdict}: worst error {result['worst_over_limit']:.4f} of the "
+        f"rounding limit (1.1 allowed), fp32 {result['worst_error_fp32']:.1e} (5e-6 allowed), swapped nibbles "
+        f"{'detected in every layer' if result['swapped_nibbles_detected'] else '[red]NOT detected[/red]'}",
+        highlight=False,
+    )
+
+
+@app.command()
+def generate(
+    path: PathArgument,
+    prompt: Annotated[str, typer.Option(help="What to say to the model.")],
+    tokens: Annotated[int, typer.Option(help="At most so many new tokens.")] = 128,
+    dtype: Annotated[str, typer.Option(help="Activations: bf16, fp16 or fp32.")] = "bf16",
+    sample: Annotated[bool, typer.Option(help="Sample instead of greedy decoding.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Generate text with transformers, on halfbyte's layers. Uses the chat template where the model has one."""
+    from .integrations.generate import generate as run
+    from .lab.measure import peak_rss_bytes
+
+    start = time.perf_counter()
+    result = run(path, prompt, tokens, dtype_of(dtype), sample, stream=None if as_json else sys.stdout)
+    record = {
+        "text": result.text,
+        "new_tokens": result.new_tokens,
+        "tokens_per_s": result.tokens_per_s,
+        "load_s": time.perf_counter() - start - result.seconds,
+        "peak_rss_bytes": peak_rss_bytes(),
+    }
+    if as_json:
+        print(json.dumps(record))
+    else:
+        notices.print(f"{result.new_tokens} tokens, {result.tokens_per_s:.1f} tokens/s", style="dim", highlight=False)
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """torch's dtype for bf16, fp16 or fp32."""
+    from .lab.linear import DTYPE_NAMES
+
+    if name not in DTYPE_NAMES:
+        fail(f"--dtype must be one of {', '.join(DTYPE_NAMES)}, got '{name}'")
+    return DTYPE_NAMES[name]
+
+
+@bench_app.command("linear")
+def bench_linear_command(
+    m: Annotated[str, typer.Option("--M", help="Rows of x, comma-separated.")] = "1,4,16",
+    shapes: Annotated[str, typer.Option(help="NxK of the weights, comma-separated.")] = "4096x4096",
+    formats: Annotated[str, typer.Option(help="Format keys, comma-separated.")] = "nf4-64",
+    dtype: Annotated[str, typer.Option(help="Activations: bf16, fp16 or fp32.")] = "bf16",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cuda" if torch.cuda.is_available() else "cpu",
+    peers: Annotated[bool, typer.Option(help="Measure torch and bitsandbytes in the same run.")] = True,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; torch's own number by default.")] = None,
+    seconds: Annotated[float, typer.Option(help="Time spent on each candidate of a problem.")] = 1.0,
+    out: Annotated[Path | None, typer.Option(help="Append the rows to this JSONL file.")] = None,
+) -> None:
+    """Single layers with cold caches: time, bandwidth and error, ours and the peers'."""
+    from .lab.linear import bench_linear
+    from .lab.rows import append
+
+    dtype_of(dtype)
+    if threads:
+        torch.set_num_threads(threads)
+    table = Table("kernel", "format", "N × K", "M", "µs", "p20..p80", "of ceiling", "error / limit")
+    with notices.status("measuring"):
+        rows = bench_linear(
+            parse_shapes(shapes),
+            parse_numbers("--M", m),
+            formats.split(","),
+            dtype,
+            torch.device(device),
+            peers,
+            seconds,
+            on_missing=lambda names: (
+                notices.print(f"not installed, not measured: {', '.join(names)}") if names else None
+            ),
+        )
+        for row in rows:
+            if out:
+                append(out, [row.record()])
+            table.add_row(
+                row.kernel,
+                row.format,
+                f"{row.N} × {row.K}",
+                str(row.M),
+                f"{row.timing.us:,.1f}",
+                f"{row.timing.us_p20:,.1f}..{row.timing.us_p80:,.1f}",
+                f"{row.tb_per_s / row.ceiling_tb_per_s:.2f}",
+                f"{row.error / row.rounding_limit:.3f}" if dtype != "fp32" else f"{row.error:.1e}",
+            )
+    table.title = f"{row.environment.device}; read ceiling {row.ceiling_tb_per_s * 1e3:.1f} GB/s; x in {dtype}"
+    table.title_justify = "left"
+    console.print(table)
+
+
+def parse_numbers(option: str, text: str) -> list[int]:
+    """Positive integers of a comma-separated list."""
+    try:
+        numbers = [int(word) for word in text.split(",")]
+    except ValueError:
+        fail(f"{option} takes whole numbers separated by commas, got '{text}'")
+    if any(number < 1 for number in numbers):
+        fail(f"{option} takes numbers from 1 up, got '{text}'")
+    return numbers
+
+
+def parse_shapes(text: str) -> list[tuple[int, int]]:
+    """[(N, K), …] of "4096x14336,4096x4096"."""
+    try:
+        pairs = [tuple(map(int, word.lower().split("x"))) for word in text.split(",")]
+        return [(n, k) for n, k in pairs]
+    except ValueError:
+        fail(f"--shapes takes NxK separated by commas, as 4096x14336,4096x4096; got '{text}'")
+
+
+@app.command()
+def explain(
+    n: Annotated[int, typer.Option("--N", help="Rows of the weight.", min=1)],
+    k: Annotated[int, typer.Option("--K", help="Columns of the weight.", min=1)],
+    m: Annotated[int, typer.Option("--M", help="Rows of x.", min=0)] = 1,
+    format: Annotated[str, typer.Option(help="Format key, as nf4-64-nested.")] = "nf4-64",
+    dtype: Annotated[str, typer.Option(help="Activations: bf16, fp16 or fp32.")] = "bf16",
+    arch: Annotated[str, typer.Option(help="cpu, or a CUDA architecture such as sm_90a; needs no GPU.")] = "cpu",
+    as_json: JsonOption = False,
+) -> None:
+    """Which kernel serves a multiply, its predicted time, and why not the others."""
+    from .formats import get_format
+    from .kernels import Problem
+    from .plan import plan
+
+    chosen = get_format(format)
+    chosen.check_shape(n, k)
+    result = plan(Problem(chosen, dtype_of(dtype), m, n, k, arch))
+    if as_json:
+        others = [{"kernel": name, "reason": reason} for name, reason in result.others]
+        print(json.dumps({"kernel": result.kernel.name, "predicted_us": result.seconds * 1e6, "others": others}))
+        return
+    console.print(
+        f"{result.kernel.name}: {result.kernel.about}\n"
+        f"  predicted {result.seconds * 1e6:,.1f} µs for M={m} N={n} K={k}, {chosen.key}, x in {dtype}, on {arch}",
+        highlight=False,
+    )
+    for name, reason in result.others:
+        console.print(f"  not {name}: {reason}", highlight=False)
+
+
+@app.command()
+def demo(
+    fresh: Annotated[bool, typer.Option(help="Start again, not from what an earlier demo left.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """SmolLM2 in NF4: quantise, verify, talk, and measure against torch bf16 and bitsandbytes."""
+    from .demo import run
+
+    run(console, notices, fresh, as_json, verify=lambda path: run_verify(path, rows=3, columns=16))

@@ -1,0 +1,1 @@
+"""The laboratory: every claim as something that anyone can rerun."""

@@ -1,0 +1,127 @@
+"""The linear suite: single layers, ours and peers', in one interleaved run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..formats import PackedWeight, quantize
+from ..kernels import Problem
+from ..ops import linear
+from ..plan import plan
+from .measure import CALL, cache_bytes, copies_needed, interleave, read_ceiling
+from .peers import Layer, peers
+from .rows import Environment, Row
+
+DTYPE_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A kernel on one problem: its layers, one for each copy of the weights."""
+
+    name: str
+    format: str
+    layers: Sequence[Layer]
+    weight_bytes: int
+
+
+def bench_linear(
+    shapes: Sequence[tuple[int, int]],
+    ms: Sequence[int],
+    formats: Sequence[str],
+    dtype_name: str,
+    device: torch.device,
+    with_peers: bool = True,
+    seconds_each: float = 1.0,
+    on_missing: Callable[[list[str]], None] = lambda names: None,
+) -> Iterator[Row]:
+    """Rows of every shape (N, K), format and M: ours first, then the peers of the same run.
+
+    seconds_each: time spent on each candidate of a problem. The read ceiling is measured once, in this process.
+    """
+    environment = Environment.of(device)
+    ceiling = read_ceiling(device) / 1e12
+    if with_peers:
+        on_missing(peers(device)[1])
+    for n, k in shapes:
+        for key in formats:
+            weight = quantize(torch.randn(n, k), key).to(device)
+            dtype = DTYPE_NAMES[dtype_name]
+            candidates = [_ours(weight, device)]
+            if with_peers:
+                candidates += _peers(weight, dtype, dtype_name, device)
+            for m in ms:
+                yield from _measure(weight, candidates, m, dtype_name, device, seconds_each, environment, ceiling)
+
+
+def _ours(weight: PackedWeight, device: torch.device) -> Candidate:
+    count = copies_needed(weight.nbytes, cache_bytes(device))
+    copies = [_clone(weight) for _ in range(count)]
+    return Candidate(
+        "halfbyte", weight.format.key, [lambda x, copy=copy: linear(x, copy) for copy in copies], weight.nbytes
+    )
+
+
+def _clone(weight: PackedWeight) -> PackedWeight:
+    return PackedWeight(weight.format, weight.shape, {name: part.clone() for name, part in weight.parts.items()})
+
+
+def _peers(weight: PackedWeight, dtype: torch.dtype, dtype_name: str, device: torch.device) -> list[Candidate]:
+    candidates = []
+    for peer in peers(device)[0]:
+        if not peer.supports(weight):
+            continue
+        size = peer.weight_bytes(weight, dtype)
+        count = copies_needed(size, cache_bytes(device))
+        layers = [peer.build(weight, dtype) for _ in range(count)]
+        candidates.append(Candidate(peer.name, weight.format.key if peer.packed else dtype_name, layers, size))
+    return candidates
+
+
+def _measure(
+    weight: PackedWeight,
+    candidates: Sequence[Candidate],
+    m: int,
+    dtype_name: str,
+    device: torch.device,
+    seconds_each: float,
+    environment: Environment,
+    ceiling: float,
+) -> Iterator[Row]:
+    n, k = weight.shape
+    dtype = DTYPE_NAMES[dtype_name]
+    x = torch.randn(m, k, device=device).to(dtype)
+    y = reference.linear(x, weight)
+    arch = "cpu" if device.type == "cpu" else environment.arch
+    kernel = plan(Problem(weight.format, dtype, m, n, k, arch)).kernel.name
+    with torch.inference_mode():
+        errors = {candidate.name: reference.relative_error(candidate.layers[0](x), y) for candidate in candidates}
+        calls = {candidate.name: [_call(layer, x) for layer in candidate.layers] for candidate in candidates}
+        timings = interleave(calls, seconds_each * len(candidates), device)
+    for candidate in candidates:
+        ours = candidate.name == "halfbyte"
+        yield Row(
+            suite="linear",
+            environment=environment,
+            kernel=f"halfbyte {kernel}" if ours else candidate.name,
+            format=candidate.format,
+            nested=weight.format.nested,
+            dtype=dtype_name,
+            M=m,
+            N=n,
+            K=k,
+            timing=timings[candidate.name],
+            bytes=candidate.weight_bytes,
+            ceiling_tb_per_s=ceiling,
+            error=errors[candidate.name],
+            rounding_limit=reference.rounding_limit(y, dtype),
+        )
+
+
+def _call(layer: Layer, x: Tensor) -> CALL:
+    return lambda: layer(x)

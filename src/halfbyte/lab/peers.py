@@ -1,0 +1,113 @@
+"""What people run today, as candidates of the linear suite. A peer that is not installed is left out and named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from torch import Tensor
+
+from ..formats import PackedWeight
+
+Layer = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A peer's implementation of one layer.
+
+    build: makes the layer from the packed weight and the dtype; called once for each copy of the weights.
+    packed: whether it reads the 4-bit weight, or a dense copy in the activations' dtype.
+    weight_bytes: bytes its layer reads.
+    """
+
+    name: str
+    packed: bool
+    build: Callable[[PackedWeight, torch.dtype], Layer]
+    weight_bytes: Callable[[PackedWeight, torch.dtype], int]
+    supports: Callable[[PackedWeight], bool]
+
+
+def peers(device: torch.device) -> tuple[list[Peer], list[str]]:
+    """The peers on this machine, and the names of those that are missing."""
+    library = "cublas" if device.type == "cuda" else "torch dense"
+    found = [Peer(f"{library} {torch.__version__}", False, _dense, _dense_bytes, lambda weight: True)]
+    try:
+        name = f"bitsandbytes {version('bitsandbytes')}"
+    except PackageNotFoundError:
+        return found, ["bitsandbytes"]
+    found.append(Peer(f"{name} matmul_4bit", True, _bnb_packed, _packed_bytes, _is_bnb))
+    if device.type == "cpu":
+        found.append(Peer(f"{name} Linear4bit", True, _bnb_module, _packed_bytes, _bnb_repacks))
+    return found, []
+
+
+def _dense(weight: PackedWeight, dtype: torch.dtype) -> Layer:
+    dense = weight.dequantize(dtype)
+    return lambda x: torch.nn.functional.linear(x, dense)
+
+
+def _dense_bytes(weight: PackedWeight, dtype: torch.dtype) -> int:
+    return weight.shape[0] * weight.shape[1] * dtype.itemsize
+
+
+def _packed_bytes(weight: PackedWeight, dtype: torch.dtype) -> int:
+    return weight.nbytes
+
+
+def _is_bnb(weight: PackedWeight) -> bool:
+    return weight.format.name in ("nf4", "fp4")
+
+
+def _bnb_repacks(weight: PackedWeight) -> bool:
+    """Linear4bit's CPU path needs N in 32s, K in blocks and AVX-512 BF16; elsewhere it is matmul_4bit."""
+    from bitsandbytes.functional import has_avx512bf16
+
+    n, k = weight.shape
+    return _is_bnb(weight) and n % 32 == 0 and k % weight.format.blocksize == 0 and bool(has_avx512bf16())
+
+
+def _bnb_state(weight: PackedWeight, dtype: torch.dtype) -> tuple[Tensor, object]:
+    from bitsandbytes.functional import QuantState, get_4bit_type
+
+    parts = {name: part.clone() for name, part in weight.parts.items()}  # bitsandbytes rewrites some in place
+    nested = weight.format.nested
+    code = get_4bit_type(weight.format.name, device=weight.device)
+    state2 = None
+    if nested:
+        state2 = QuantState(
+            absmax=parts["nested_absmax"], blocksize=256, code=parts["nested_quant_map"], dtype=torch.float32
+        )
+    state = QuantState(
+        absmax=parts["absmax"],
+        shape=torch.Size(weight.shape),
+        code=code,
+        blocksize=weight.format.blocksize,
+        quant_type=weight.format.name,
+        dtype=dtype,
+        offset=parts.get("nested_offset"),
+        state2=state2,
+    )
+    return parts["codes"].view(-1, 1), state
+
+
+def _bnb_packed(weight: PackedWeight, dtype: torch.dtype) -> Layer:
+    from bitsandbytes import matmul_4bit
+
+    codes, state = _bnb_state(weight, dtype)
+    return lambda x: matmul_4bit(x, codes.t(), quant_state=state)  # type: ignore[no-any-return]
+
+
+def _bnb_module(weight: PackedWeight, dtype: torch.dtype) -> Layer:
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    codes, state = _bnb_state(weight, dtype)
+    n, k = weight.shape
+    module = Linear4bit(k, n, bias=False, compute_dtype=dtype, quant_type=weight.format.name, device="meta")
+    module.weight = Params4bit(
+        codes, requires_grad=False, quant_state=state, bnb_quantized=True, quant_type=weight.format.name, module=module
+    )
+    module.quant_state = state
+    return module.eval()  # type: ignore[no-any-return]
