@@ -88,6 +88,11 @@ def unpack_state(tensors: Mapping[str, Tensor], prefix: str, where: str) -> Pack
     return _Reader(tensors, prefix, where).read()
 
 
+def describe_state(tensors: Mapping[str, Tensor], prefix: str, where: str) -> tuple[tuple[int, int], BlockFormat]:
+    """Logical shape and format of the weight under `prefix`, from its quant_state alone. Raises CheckpointError."""
+    return _Reader(tensors, prefix, where).describe()
+
+
 class _Reader:
     """The tensors of one weight; exists so that every check can name file and tensor."""
 
@@ -105,13 +110,21 @@ class _Reader:
             self.fail("missing; a bitsandbytes weight is stored with it", suffix)
         return self.tensors[name]
 
-    def read(self) -> PackedWeight:
-        found = [family for family in FAMILIES if f"{self.prefix}{STATE}{family}" in self.tensors]
+    def suffix(self) -> str:
+        """The quant_state's own suffix; it names the family."""
+        found = [STATE + family for family in FAMILIES if f"{self.prefix}{STATE}{family}" in self.tensors]
         if len(found) != 1:
             self.fail(f"needs exactly one of quant_state.bitsandbytes__nf4 and __fp4, has {len(found)}")
-        suffix = STATE + found[0]
+        return found[0]
+
+    def describe(self) -> tuple[tuple[int, int], BlockFormat]:
+        suffix = self.suffix()
+        return self.format(self.state(suffix), suffix)
+
+    def read(self) -> PackedWeight:
+        suffix = self.suffix()
         state = self.state(suffix)
-        shape, format = self.format(state, found[0], suffix)
+        shape, format = self.format(state, suffix)
         codes = self.codes(shape)
         blocks = -(-shape[0] * shape[1] // format.blocksize)
         self.codebook(format)
@@ -129,19 +142,18 @@ class _Reader:
         """The quant_state's JSON: an object of at most MAX_STATE_BYTES bytes, without NaN or infinity."""
         tensor = self.get(suffix)
         if tensor.dtype != torch.uint8 or tensor.dim() != 1 or not 0 < tensor.numel() <= MAX_STATE_BYTES:
-            self.fail(
-                f"must be uint8 of 1 to {MAX_STATE_BYTES} bytes, got {tensor.dtype} {list(tensor.shape)}", suffix
-            )
+            self.fail(f"must be uint8 of 1 to {MAX_STATE_BYTES} bytes, got {tensor.dtype} {list(tensor.shape)}", suffix)
         try:
-            state = json.loads(bytes(tensor.tolist()), parse_constant=_no_constant)
+            state = json.loads(bytes(tensor.tolist()).decode(), parse_constant=_no_constant)
         except (ValueError, RecursionError) as error:  # ValueError: bad UTF-8, bad JSON, integers of 4,300 digits
             self.fail(f"is not JSON: {error}", suffix)
         if not isinstance(state, dict):
             self.fail("must be a JSON object", suffix)
         return state
 
-    def format(self, state: dict[str, Any], family: str, suffix: str) -> tuple[tuple[int, int], BlockFormat]:
+    def format(self, state: dict[str, Any], suffix: str) -> tuple[tuple[int, int], BlockFormat]:
         """Logical shape and format of the quant_state, every field checked."""
+        family = suffix.removeprefix(STATE)
         if state.get("quant_type") != family:
             self.fail(f"quant_type is {state.get('quant_type')!r}, the tensor's name says '{family}'", suffix)
         if state.get("dtype") not in DTYPES:
