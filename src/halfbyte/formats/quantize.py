@@ -15,6 +15,7 @@ from .layouts import RecordLayout
 from .table import get_format
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+CHUNK_VALUES = 1 << 20  # quantised at once, as 16 bytes a weight of fp32 work would add up; a multiple of 4096
 
 
 def quantize(weight: Tensor, format: BlockFormat | str) -> PackedWeight:
@@ -32,10 +33,14 @@ def quantize(weight: Tensor, format: BlockFormat | str) -> PackedWeight:
         raise ValueError(f"quantize: no quantiser for '{chosen.key}'; there is one for {', '.join(_QUANTISERS)}")
     n, k = weight.shape
     chosen.check_shape(n, k)
-    if not torch.isfinite(weight).all():
+    chunks = weight.split(max(1, CHUNK_VALUES // k))
+    if not all(bool(torch.isfinite(chunk).all()) for chunk in chunks):
         raise ValueError("quantize: weight holds NaN or infinity; 4-bit blocks cannot represent them")
-    parts = _QUANTISERS[chosen.name](weight.float(), chosen)
-    return PackedWeight(chosen, (n, k), parts)
+    quantiser = _QUANTISERS[chosen.name]
+    if not chosen.by_row:
+        return PackedWeight(chosen, (n, k), quantiser(weight, chosen))
+    pieces = [quantiser(chunk.float(), chosen) for chunk in chunks]
+    return PackedWeight(chosen, (n, k), {part: torch.cat([piece[part] for piece in pieces]) for part in pieces[0]})
 
 
 def nearest_in_sorted(values: Tensor, table: Tensor) -> Tensor:
@@ -76,18 +81,22 @@ def blockwise(flat: Tensor, blocksize: int) -> tuple[Tensor, Tensor]:
 
 
 def _quantize_bnb(weight: Tensor, format: BlockFormat) -> dict[str, Tensor]:
+    """Blocks along the flattened matrix, some at a time; the nested statistics see all of them."""
     table = torch.tensor(format.codebook, device=weight.device)
     order = torch.argsort(table)  # FP4's table is not sorted
-    absmax, scaled = blockwise(weight.reshape(-1), format.blocksize)
-    codes = order.to(torch.uint8)[nearest_in_sorted(scaled, table[order])]
+    by_rank, ranked = order.to(torch.uint8), table[order]
+    # bitsandbytes pads an odd count with the value 0 before it looks up the code
+    zero = int(by_rank[nearest_in_sorted(torch.zeros(1, device=weight.device), ranked)])
     layout = format.layout
     assert isinstance(layout, RecordLayout)
-    # bitsandbytes pads an odd count with the value 0 before it looks up the code
-    zero = int(order[nearest_in_sorted(torch.zeros(1, device=weight.device), table[order])])
-    parts = {"codes": layout.pack(pad(codes, (0, codes.numel() % 2), value=zero)).reshape(-1)}
-    if not isinstance(format.scale, NestedScale):
-        return parts | {"absmax": absmax}
-    return parts | quantize_absmax(absmax)
+    packed, scales = [], []
+    for chunk in weight.reshape(-1).split(CHUNK_VALUES):
+        absmax, scaled = blockwise(chunk.float(), format.blocksize)
+        codes = by_rank[nearest_in_sorted(scaled, ranked)]
+        packed.append(layout.pack(pad(codes, (0, codes.numel() % 2), value=zero)).reshape(-1))
+        scales.append(absmax)
+    parts = {"codes": torch.cat(packed), "absmax": torch.cat(scales)}
+    return parts | quantize_absmax(parts["absmax"]) if isinstance(format.scale, NestedScale) else parts
 
 
 def quantize_absmax(absmax: Tensor) -> dict[str, Tensor]:
