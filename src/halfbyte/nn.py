@@ -15,7 +15,8 @@ from .kernels.registry import DTYPES
 from .ops import _linear_op
 
 BNB_FAMILIES = ("nf4", "fp4")
-OWN = ".halfbyte."  # other formats: `weight.halfbyte.<format>` holds [N, K], beside `weight` and `weight.<part>`
+OWN = ".halfbyte"  # other formats: `weight.halfbyte`, JSON as bytes, says what `weight` and `weight.<part>` are
+MAX_OWN_BYTES = 4096
 
 
 class QuantLinear(nn.Linear):
@@ -30,8 +31,8 @@ class QuantLinear(nn.Linear):
 
     State: nf4 and fp4 have bitsandbytes' keys (`weight`, `weight.absmax`, `weight.quant_map`, nested ones,
     `weight.quant_state.bitsandbytes__nf4`), and read codes that were stored as fp16, bf16 or fp32. Other formats have
-    `weight` (the codes), `weight.<part>` for what else `BlockFormat.parts` names, and `weight.halfbyte.<format>`, an
-    int64 tensor [N, K]. `.to(dtype)`, `.half()` and the like move scales but never cast them. On the meta device the
+    `weight` (the codes), `weight.<part>` for what else `BlockFormat.parts` names, and `weight.halfbyte`: the bytes of
+    {"format": "q4_0", "shape": [N, K]}. `.to(dtype)`, `.half()` and the like move scales but never cast them. On the meta device the
     state has `weight` and `bias` only: the rest is made when there is a weight.
 
     It is an nn.Linear so that PEFT and others that look for one wrap it; `weight` holds packed bytes, as in
@@ -173,7 +174,8 @@ class QuantLinear(nn.Linear):
             destination.update((key, tensor) for key, tensor in tensors.items() if key != name)
         else:
             destination.update((f"{name}.{part}", getattr(self, part)) for part in self._buffer_names)
-            destination[f"{name}{OWN}{self._format_key}"] = torch.tensor(self._shape)
+            label = json.dumps({"format": self._format_key, "shape": list(self._shape)}).encode()
+            destination[name + OWN] = torch.frombuffer(bytearray(label), dtype=torch.uint8)
 
     def _load_from_state_dict(
         self,
@@ -220,29 +222,33 @@ def read_weight(tensors: dict[str, Tensor], name: str, where: str) -> PackedWeig
 
     where: the file, for messages. Raises CheckpointError or another ValueError or TypeError with the cause.
     """
-    own = [key for key in tensors if key.startswith(name + OWN)]
-    if not own:
-        if not any(key.startswith(name + ".") for key in tensors):
-            weight = tensors[name]
-            raise ValueError(
-                f"{where}: {name}: is {weight.dtype} {list(weight.shape)} without scales, not a 4-bit weight; "
-                "QuantLinear.from_linear quantises a dense layer"
-            )
+    members = {key: tensor for key, tensor in tensors.items() if key.startswith(name + ".")}
+    if not members:
+        weight = tensors[name]
+        raise ValueError(
+            f"{where}: {name}: is {weight.dtype} {list(weight.shape)} without scales, not a 4-bit weight; "
+            "QuantLinear.from_linear quantises a dense layer"
+        )
+    label = members.pop(name + OWN, None)
+    if label is None:
         return unpack_state(tensors, name, where)
-    format = get_format(own[0].removeprefix(name + OWN))
-    shape = tensors[own[0]].tolist()
-    if len(own) > 1 or not isinstance(shape, list) or len(shape) != 2 or not all(isinstance(i, int) for i in shape):
-        raise ValueError(f"{where}: {name}: must have one entry '{name}{OWN}<format>' with two integers [N, K]")
-    parts = {format.layout.part: tensors[name]}
-    parts |= {
-        key.removeprefix(name + "."): tensor
-        for key, tensor in tensors.items()
-        if key.startswith(name + ".") and key != own[0]
-    }
     try:
-        return PackedWeight(format, (shape[0], shape[1]), parts)
+        format, shape = _read_label(label)
+        parts = {key.removeprefix(name + "."): tensor for key, tensor in members.items()}
+        return PackedWeight(format, shape, {**parts, format.layout.part: tensors[name]})
     except (ValueError, TypeError) as error:
         raise ValueError(f"{where}: {name}: {error}") from error
+
+
+def _read_label(label: Tensor) -> tuple[BlockFormat, tuple[int, int]]:
+    """The format and shape in the bytes of `weight.halfbyte`."""
+    if label.dtype != torch.uint8 or label.dim() != 1 or label.numel() > MAX_OWN_BYTES:
+        raise ValueError(f"'weight{OWN}' must be at most {MAX_OWN_BYTES} bytes, got {label.dtype} {list(label.shape)}")
+    content = json.loads(bytes(label.tolist()))
+    shape = content.get("shape") if isinstance(content, dict) else None
+    if not isinstance(shape, list) or len(shape) != 2 or not all(type(size) is int for size in shape):
+        raise ValueError(f"'weight{OWN}' must hold a format and a shape [N, K], got {str(content)[:80]}")
+    return get_format(str(content.get("format"))), (shape[0], shape[1])
 
 
 def stored_dtype(tensors: dict[str, Tensor], name: str) -> torch.dtype | None:
