@@ -11,18 +11,27 @@ from pathlib import Path
 
 from .base import Checkpoint, Entry
 from .bitsandbytes import pack_state, unpack_state
+from .convert import DEFAULT_SKIP, Summary, quantize_checkpoint, quantize_tensors
 from .errors import CheckpointError
 from .gguf_file import GGUFCheckpoint
 from .gguf_header import MAGIC
 from .huggingface import HuggingFaceCheckpoint
+from .staging import staged_directory
+from .writer import write_safetensors
 
 __all__ = [
+    "DEFAULT_SKIP",
     "Checkpoint",
     "CheckpointError",
     "Entry",
+    "Summary",
     "open_checkpoint",
     "pack_state",
+    "quantize_checkpoint",
+    "quantize_tensors",
+    "staged_directory",
     "unpack_state",
+    "write_safetensors",
 ]
 
 
