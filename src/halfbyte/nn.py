@@ -32,8 +32,8 @@ class QuantLinear(nn.Linear):
     State: nf4 and fp4 have bitsandbytes' keys (`weight`, `weight.absmax`, `weight.quant_map`, nested ones,
     `weight.quant_state.bitsandbytes__nf4`), and read codes that were stored as fp16, bf16 or fp32. Other formats have
     `weight` (the codes), `weight.<part>` for what else `BlockFormat.parts` names, and `weight.halfbyte`: the bytes of
-    {"format": "q4_0", "shape": [N, K]}. `.to(dtype)`, `.half()` and the like move scales but never cast them. On the meta device the
-    state has `weight` and `bias` only: the rest is made when there is a weight.
+    {"format": "q4_0", "shape": [N, K]}. On the meta device the state has `weight` and `bias` only: the rest is made
+    when there is a weight. `.to(dtype)`, `.half()` and the like move scales but never cast them.
 
     It is an nn.Linear so that PEFT and others that look for one wrap it; `weight` holds packed bytes, as in
     bitsandbytes' Linear4bit.
