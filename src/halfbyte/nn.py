@@ -41,6 +41,8 @@ class QuantLinear(nn.Linear):
     Raises ValueError for an unknown format or a shape that it cannot hold.
     """
 
+    weight: nn.Parameter
+
     def __init__(
         self,
         in_features: int,

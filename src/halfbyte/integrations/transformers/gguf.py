@@ -1,0 +1,140 @@
+"""GGUF files for transformers, with their 4-bit tensors left packed.
+
+Config, tokenizer, names and the changes that each architecture needs come from transformers' own GGUF support. It
+changes dense arrays; for a packed matrix, the same code is run on the numbers of the rows instead, and where it only
+reorders them (llama's query and key rows) so do we, on whole packed rows, which is exact. A matrix that it changes in
+any other way is decoded first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import quants
+from torch import Tensor, nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+from transformers.utils import logging
+
+from ...checkpoints import Checkpoint, CheckpointError, open_checkpoint
+from ...checkpoints.gguf_file import PLAIN
+from ...checkpoints.gguf_header import read_header
+from ...checkpoints.mapped import MappedFile
+from ...formats import PackedWeight
+from ...nn import QuantLinear
+from .config import HalfbyteConfig
+
+logger = logging.get_logger(__name__)
+EXPERT = re.compile(r"(.+)\[\d+\]")  # a checkpoint's entry for one expert of a fused tensor
+
+
+def load_gguf(path: Path, dtype: torch.dtype, **options: Any) -> tuple[Any, Any]:
+    """See `load`. Raises CheckpointError for an architecture that transformers' older GGUF support does not know."""
+    checkpoint = open_checkpoint(path)
+    origin = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    config = AutoConfig.from_pretrained(**origin)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise CheckpointError(path, "general.architecture", f"{config.model_type} is no causal language model")
+    tokenizer = AutoTokenizer.from_pretrained(**origin)
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config)
+    packed, tensors = _Reader(path, checkpoint, skeleton).read_all()
+    formats = Counter(weight.format.key for weight in packed.values())
+    if formats:
+        config.quantization_config = HalfbyteConfig(formats.most_common(1)[0][0]).own_dict()
+    for name, weight in packed.items():
+        state = QuantLinear.from_packed(weight).state_dict()
+        tensors |= {name.removesuffix("weight") + key: tensor for key, tensor in state.items()}
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model = model_class.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype, **options)
+    model.config.name_or_path = str(path)
+    return model, tokenizer
+
+
+class _Reader:
+    """Turns the tensors of a GGUF file into those of a transformers model."""
+
+    def __init__(self, path: Path, checkpoint: Checkpoint, skeleton: Any) -> None:
+        self.path = path
+        self.checkpoint = checkpoint
+        architecture = checkpoint.metadata["general.architecture"]
+        self.processor: Any = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=skeleton.config.to_dict())
+        self.names: dict[str, str] = get_gguf_hf_weights_map(skeleton, self.processor)
+        self.linears = {f"{name}.weight" for name, module in skeleton.named_modules() if isinstance(module, nn.Linear)}
+        file = MappedFile(path)
+        self.file, self.infos = file, read_header(file).tensors
+        self.packed: dict[str, PackedWeight] = {}
+        self.dense: dict[str, Tensor] = {}
+
+    def read_all(self) -> tuple[dict[str, PackedWeight], dict[str, Tensor]]:
+        """Model's name -> weight: those that stay packed, and the others."""
+        decoded = []
+        for gguf_name in dict.fromkeys(_fused_name(entry.name) for entry in self.checkpoint.entries()):
+            weight = self.read(gguf_name)
+            if isinstance(weight, PackedWeight):
+                name = self.names.get(gguf_name)
+                rows = self.row_order(gguf_name, weight.shape[0]) if name in self.linears else None
+                if rows is not None and name is not None:
+                    self.packed[name] = take_rows(weight, rows)
+                    continue
+                decoded.append(gguf_name)
+                weight = weight.dequantize()
+            self.change(gguf_name, weight)
+        if decoded:
+            logger.warning(f"halfbyte decodes 4-bit tensors that are not the weight of a Linear layer: {decoded}")
+        return self.packed, self.dense
+
+    def read(self, gguf_name: str) -> Tensor | PackedWeight:
+        """An entry; the fp32 values of what is neither 4-bit nor a plain number; the dense stack of fused experts."""
+        info = self.infos[gguf_name]
+        experts = [entry.name for entry in self.checkpoint.entries() if _fused_name(entry.name) == gguf_name]
+        if experts != [gguf_name]:
+            parts = [self.checkpoint.load(name) for name in experts]
+            return torch.stack([part.dequantize() if isinstance(part, PackedWeight) else part for part in parts])
+        weight = self.checkpoint.load(gguf_name)
+        if isinstance(weight, PackedWeight) or info.type in PLAIN:
+            return weight
+        rows = self.file.tensor(info.start, info.nbytes, gguf_name).view(int(np.prod(info.shape[:-1])), -1)
+        return torch.from_numpy(quants.dequantize(rows.numpy(), info.type)).view(info.shape)
+
+    def row_order(self, gguf_name: str, n: int) -> Tensor | None:
+        """Where transformers takes each row of a matrix from; None if it does more than reorder rows."""
+        rows = np.arange(n).reshape(n, 1)
+        try:
+            changed = self.processor.process(weights=rows, name=gguf_name)
+        except (ValueError, IndexError, KeyError, TypeError):
+            return None
+        if changed.name != gguf_name or changed.weights.shape != rows.shape:
+            return None
+        order = changed.weights.reshape(-1)
+        return torch.from_numpy(order.copy()) if np.array_equal(np.sort(order), rows.reshape(-1)) else None
+
+    def change(self, gguf_name: str, weight: Tensor) -> None:
+        """Run transformers' code for a dense tensor and keep what it names; parts of fused ones it keeps by itself."""
+        changed = self.processor.process(
+            weights=weight.float().numpy(),
+            name=gguf_name,
+            tensor_key_mapping=self.names,
+            parsed_parameters={"tensors": self.dense},
+        )
+        if changed.name in self.names:
+            self.dense[self.names[changed.name]] = torch.from_numpy(np.ascontiguousarray(changed.weights))
+
+
+def _fused_name(entry: str) -> str:
+    """ "blk.0.ffn_up_exps.weight" of "blk.0.ffn_up_exps.weight[7]"."""
+    match = EXPERT.fullmatch(entry)
+    return match[1] if match else entry
+
+
+def take_rows(weight: PackedWeight, rows: Tensor) -> PackedWeight:
+    """The weight with its rows in another order; GGUF's rows are whole records, so that nothing is decoded."""
+    if torch.equal(rows, torch.arange(weight.shape[0])):
+        return weight
+    assert list(weight.parts) == ["codes"]
+    return PackedWeight(weight.format, weight.shape, {"codes": weight.codes[rows]})
