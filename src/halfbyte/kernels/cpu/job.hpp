@@ -1,0 +1,53 @@
+// What api.cpp and the instruction sets share: a planned call, and the functions an instruction set offers.
+#pragma once
+#include "abi.h"
+
+namespace halfbyte {
+
+enum Path : int32_t {
+    UNITS,    // 128 weights of a row at a time, lanes along K: all records whose rows start on whole blocks
+    COLUMNS,  // lanes along N: words of eight
+    ROWS,     // decode a row, then multiply: whatever the others do not serve
+};
+
+// A call after planning. `x`, `factor` and `special` point into the caller's buffer, filled by Isa::prepare.
+struct Job {
+    const HbWeight *weight;
+    const HbCall *call;
+    Path path;
+    int32_t grouping;   // UNITS: see Grouping
+    int32_t block;      // UNITS: weights a scale is read for, at most 128; divides k
+    int32_t units;      // UNITS: ceil(k / 128)
+    int32_t stride;     // UNITS: floats of x a unit and row: 128 and, with offsets, their sums by lane
+    int32_t order[128]; // UNITS: element of the unit at each place; COLUMNS: element of the octet at each nibble
+    int32_t picks[4][16];  // UNITS: by group and lane, which of the unit's scales
+    float *x;
+    float *factor;      // by row of x: a power of two taken out of rows near the ends of fp32's range, else 1
+    uint8_t *special;   // by row of x: holds NaN or infinity
+    int64_t panel;      // rows (UNITS, ROWS) or columns (COLUMNS) of the weight a task
+    int64_t tasks;
+    int64_t x_rows;     // rows of x with the zero rows that fill up the last block
+    int64_t x_floats, scratch_floats;
+};
+
+struct Isa {
+    const char *name;
+    void (*plan)(Job &job);                                      // path, panel, tasks and sizes
+    void (*prepare)(const Job &job, int64_t row, float *scratch);  // one row of x, padding rows included
+    void (*run)(const Job &job, int64_t task, float *scratch);
+    // Rows of the true values, [rows, k]: fp32, or two bf16 terms side by side, [rows, 2k].
+    void (*decode)(const HbWeight &weight, int64_t row, int64_t rows, void *out, int64_t stride, bool split,
+                   float *scratch);
+    int64_t (*decode_floats)(const HbWeight &weight, int64_t rows);
+};
+
+extern const Isa portable_isa, avx2_isa, avx512_isa;
+
+// Rows of x that are multiplied together from `left` on: all that fit, else the next power of two (zero rows fill up).
+constexpr int block_rows(int64_t left, int most) {
+    int rows = 1;
+    while (rows < most && rows < left) rows *= 2;
+    return rows;
+}
+
+}  // namespace halfbyte

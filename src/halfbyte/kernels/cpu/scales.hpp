@@ -1,0 +1,93 @@
+// The only place where formats differ: how a block's scale and offset become fp32.
+// Every product and sum is one fp32 rounding, as in formats/codecs.py; compile without contraction.
+#pragma once
+#include "halves.hpp"
+
+namespace halfbyte::HB_ISA {
+
+HB_INLINE const uint8_t *bytes(const void *pointer) { return static_cast<const uint8_t *>(pointer); }
+
+inline void read_nested(const HbWeight &w, int64_t first, int64_t count, float *scale) {
+    const uint8_t *codes = bytes(w.scales);
+    const float offset = *w.constant;
+    for (int64_t done = 0; done < count;) {
+        const int64_t block = first + done, run = smaller(count - done, 256 - (block & 255));
+        const float second = w.second[block >> 8];
+        for (int64_t i = 0; i < run; ++i) scale[done + i] = w.map[codes[block + i]] * second + offset;
+        done += run;
+    }
+}
+
+// The 6-bit scale or minimum of block `i` of a Q4_K record (ggml, get_scale_min_k4).
+HB_INLINE int six_bits(const uint8_t *record, int i, bool minimum) {
+    const uint8_t *packed = record + 4, *own = packed + (minimum ? 4 : 0);
+    if (i < 4) return own[i] & 0x3F;
+    const int low = minimum ? packed[i + 4] >> 4 : packed[i + 4] & 0xF;
+    return low | ((own[i - 4] >> 2) & 0x30);
+}
+
+inline void read_kquant(const HbWeight &w, int64_t first, int64_t count, float *scale, float *offset) {
+    for (int64_t i = 0; i < count; ++i) {
+        const int64_t block = first + i;
+        const uint8_t *record = bytes(w.codes) + (block >> 3) * w.record_bytes;
+        scale[i] = fp16_to_float(read<uint16_t>(record)) * float(six_bits(record, block & 7, false));
+        offset[i] = -(fp16_to_float(read<uint16_t>(record + 2)) * float(six_bits(record, block & 7, true)));
+    }
+}
+
+HB_INLINE void read_record_halves(const HbWeight &w, int64_t first, int64_t count, int start, float *out) {
+    const uint8_t *record = bytes(w.codes) + first * w.record_bytes + start;
+    for (int64_t i = 0; i < count; ++i) out[i] = fp16_to_float(read<uint16_t>(record + i * w.record_bytes));
+}
+
+// Scales and, where the format has them, offsets of blocks [first, first + count) along the flattened [n, k].
+inline void read_scales(const HbWeight &w, int64_t first, int64_t count, float *scale, float *offset) {
+    const uint8_t *in = bytes(w.scales) + first;
+    switch (w.scale_kind) {
+        case HB_ABSMAX: std::memcpy(scale, bytes(w.scales) + first * 4, count * 4); break;
+        case HB_NESTED: read_nested(w, first, count, scale); break;
+        case HB_HALF: read_record_halves(w, first, count, w.scale_start, scale); break;
+        case HB_KQUANT: read_kquant(w, first, count, scale, offset); break;
+        case HB_E8M0:
+            for (int64_t i = 0; i < count; ++i) scale[i] = e8m0_to_float(in[i]);
+            break;
+        case HB_E8M0_RECORD:
+            for (int64_t i = 0; i < count; ++i) scale[i] = e8m0_to_float(bytes(w.codes)[(first + i) * w.record_bytes]);
+            break;
+        case HB_E4M3:
+            for (int64_t i = 0; i < count; ++i) scale[i] = e4m3_to_float(in[i]) * *w.constant;
+            break;
+        default: break;  // HB_GROUP belongs to word layouts, see read_group
+    }
+    if (w.offset_kind == HB_HALF_OFFSET) read_record_halves(w, first, count, w.offset_start, offset);
+}
+
+// Scales and offsets of columns [n0, n0 + count) of one group of a word layout (GPTQ, AWQ).
+inline void read_group(const HbWeight &w, int64_t group, int64_t n0, int64_t count, float *scale, float *offset) {
+    const uint8_t *scales = bytes(w.scales) + (group * w.n + n0) * 2;
+    const uint8_t *zeros = bytes(w.zeros) + group * (w.n / 8) * 4;
+    for (int64_t i = 0; i < count; ++i) scale[i] = half_to_float(read<uint16_t>(scales + i * 2), w.scale_dtype);
+    for (int64_t i = 0; i < count; ++i) {
+        const uint32_t word = read<uint32_t>(zeros + (n0 + i) / 8 * 4);
+        const uint32_t zero = ((word >> (4 * w.zero_order[(n0 + i) & 7])) & 0xF) + uint32_t(w.zero_plus_one);
+        offset[i] = -scale[i] * float(zero);
+    }
+}
+
+// One row's scales as if blocks had `block` weights: a power of two that divides both k and the format's blocksize,
+// so that every row starts on a block. Replicates in place, from the last one down. Returns how many there are.
+inline int64_t read_row_scales(const HbWeight &w, int64_t row, int block, float *scale, float *offset) {
+    const int64_t first = row * w.k, count = w.k / block;
+    const int64_t begin = first / w.blocksize, end = ceil_div(first + w.k, w.blocksize);
+    read_scales(w, begin, end - begin, scale, offset);
+    if (block == w.blocksize) return count;
+    const int64_t phase = first - begin * w.blocksize;
+    for (int64_t i = count; i-- > 0;) {
+        const int64_t source = (phase + i * block) / w.blocksize;
+        scale[i] = scale[source];
+        if (w.offset_kind != HB_NO_OFFSET) offset[i] = offset[source];
+    }
+    return count;
+}
+
+}  // namespace halfbyte::HB_ISA

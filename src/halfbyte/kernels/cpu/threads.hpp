@@ -1,0 +1,17 @@
+// Work for as many threads as torch uses, on torch's own pool where the process has an OpenMP runtime.
+#pragma once
+#include <cstdint>
+
+namespace halfbyte {
+
+// Calls work(context, i) for each i in [0, count), on up to `threads` threads, and returns when all are done.
+void parallel(int threads, int64_t count, void (*work)(void *context, int64_t i), void *context);
+
+// libgomp's entry point, found by the caller in the process; null for threads of our own.
+void set_gomp(void *gomp_parallel);
+
+// fp32 scratch of this thread, 64-byte aligned, kept between calls up to a bound. Two slots: one for a call's x, one
+// for a worker's own.
+float *thread_floats(int slot, int64_t count);
+
+}  // namespace halfbyte

@@ -1,0 +1,206 @@
+"""y = x Wᵀ straight from packed bytes on a CPU: the C++ kernels of cpu/, one multiply up to M = 64.
+
+Beyond that the library decodes tiles of rows, fast, and torch multiplies them; the dense matrix is never whole.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..formats import BlockFormat, PackedWeight, RecordLayout
+from ..formats.codecs import (
+    AbsmaxScale,
+    E4M3Scale,
+    E8M0Scale,
+    GroupScale,
+    GroupZero,
+    KQuant,
+    NestedScale,
+    RecordHalf,
+)
+from .cpu import Library, library
+from .cpu.library import CallStruct, WeightStruct
+from .registry import DTYPES, Kernel, Problem, register
+
+DIRECT_M = 64  # rows of x that the kernels multiply themselves
+TILE_VALUES = 1 << 20  # decoded values held at once beyond that
+DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+CACHED_WEIGHTS = 4096
+
+
+def run(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor) -> None:
+    """See registry.Run."""
+    loaded = library()
+    assert loaded is not None  # supports() said so
+    multiply(loaded, loaded.isa, x, weight, bias, out)
+
+
+def multiply(
+    loaded: Library, isa: int, x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, threads: int = 0
+) -> None:
+    """out [M, N] = x [M, K] times the weight's transpose, plus bias, on one instruction set of the library.
+
+    threads: 0 for torch's number. Raises MemoryError where scratch memory ran out.
+    """
+    m = x.shape[0]
+    if m == 0:
+        return
+    threads = threads or torch.get_num_threads()
+    if m > DIRECT_M:
+        _multiply_tiles(loaded, isa, x, weight, bias, out, threads)
+        return
+    call = CallStruct(
+        x.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        m,
+        x.stride(0),
+        out.stride(0),
+        DTYPE_NUMBERS[x.dtype],
+        0 if bias is None else DTYPE_NUMBERS[bias.dtype],
+        threads,
+    )
+    if loaded.linear(isa, ctypes.byref(weight_struct(weight)), ctypes.byref(call)):
+        raise MemoryError(f"no memory for the activations of a layer [{out.shape[1]}, {x.shape[1]}] with M = {m}")
+
+
+_STRUCTS: dict[tuple[object, ...], tuple[BlockFormat, WeightStruct]] = {}
+
+
+def weight_struct(weight: PackedWeight) -> WeightStruct:
+    """The C struct of a weight; kept by its parts' addresses, shape, dtypes and format, all compared by value."""
+    parts = weight.parts
+    key = (weight.shape, weight.format.key, *[(part.data_ptr(), part.dtype) for part in parts.values()])
+    found = _STRUCTS.get(key)
+    if found is not None and (found[0] is weight.format or found[0] == weight.format):
+        return found[1]
+    struct = WeightStruct.from_buffer_copy(_format_struct(weight.format))
+    struct.n, struct.k = weight.shape
+    addresses = {name: part.data_ptr() for name, part in parts.items()}
+    struct.codes = addresses[weight.format.layout.part]
+    struct.scales = addresses.get("scales", addresses.get("absmax"))
+    struct.second = addresses.get("nested_absmax")
+    struct.map = addresses.get("nested_quant_map")
+    struct.constant = addresses.get("nested_offset", addresses.get("global_scale"))
+    struct.zeros = addresses.get("qzeros")
+    if isinstance(weight.format.scale, GroupScale):
+        struct.scale_dtype = DTYPE_NUMBERS[parts["scales"].dtype]
+    if len(_STRUCTS) >= CACHED_WEIGHTS:
+        _STRUCTS.clear()
+    _STRUCTS[key] = (weight.format, struct)
+    return struct
+
+
+@lru_cache(maxsize=256)
+def _format_struct(format: BlockFormat) -> WeightStruct:
+    """The fields that a format decides. Raises TypeError for a layout or codec that the library does not know."""
+    struct = WeightStruct()
+    struct.codebook[:] = format.codebook
+    struct.blocksize = format.blocksize
+    layout = format.layout
+    if isinstance(layout, RecordLayout):
+        struct.layout = 0
+        struct.elements, struct.record_bytes = layout.elements, layout.bytes
+        struct.record_start, struct.span, struct.high_first = layout.start, layout.span, layout.high_first
+    else:
+        struct.layout = 1 if layout.axis == "K" else 2
+        struct.order[:] = layout.order
+    _set_scale(struct, format)
+    _set_offset(struct, format)
+    if (struct.layout != 0) != (struct.scale_kind == 7):
+        raise TypeError(f"{format.key}: words and group scales go together")
+    return struct
+
+
+def _set_scale(struct: WeightStruct, format: BlockFormat) -> None:
+    scale = format.scale
+    if isinstance(scale, AbsmaxScale):
+        struct.scale_kind = 0
+    elif isinstance(scale, NestedScale):
+        struct.scale_kind = 1
+    elif isinstance(scale, RecordHalf):
+        struct.scale_kind, struct.scale_start = 2, scale.start
+    elif isinstance(scale, KQuant):
+        struct.scale_kind = 3
+    elif isinstance(scale, E8M0Scale):
+        struct.scale_kind = 5 if scale.record_bytes else 4
+    elif isinstance(scale, E4M3Scale):
+        struct.scale_kind = 6
+    elif isinstance(scale, GroupScale):
+        struct.scale_kind = 7
+    else:
+        raise TypeError(f"{format.key}: the CPU kernels do not know the scale {type(scale).__name__}")
+
+
+def _set_offset(struct: WeightStruct, format: BlockFormat) -> None:
+    offset = format.offset
+    if offset is None:
+        struct.offset_kind = 0
+    elif isinstance(offset, RecordHalf):
+        struct.offset_kind, struct.offset_start = 1, offset.start
+    elif isinstance(offset, KQuant) and isinstance(format.scale, KQuant):
+        struct.offset_kind = 2
+    elif isinstance(offset, GroupZero):
+        struct.offset_kind, struct.zero_plus_one = 3, offset.plus_one
+        struct.zero_order[:] = offset.order
+    else:
+        raise TypeError(f"{format.key}: the CPU kernels do not know the offset {type(offset).__name__}")
+
+
+def _multiply_tiles(
+    loaded: Library, isa: int, x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, threads: int
+) -> None:
+    """Large M: tiles of rows of the weight decoded by the library, multiplied by torch in fp32."""
+    n, k = weight.shape
+    struct = ctypes.byref(weight_struct(weight))
+    wide = x.float()
+    rows = max(16, TILE_VALUES // k // 16 * 16)
+    tile = torch.empty(min(rows, n), k)
+    for start in range(0, n, rows):
+        count = min(rows, n - start)
+        if loaded.decode(isa, struct, start, count, tile.data_ptr(), k, 0, threads):
+            raise MemoryError(f"no memory to decode rows of a layer [{n}, {k}]")
+        y = wide @ tile[:count].t()
+        if bias is not None:
+            y += bias[start : start + count]
+        out[:, start : start + count] = y
+
+
+def supports(problem: Problem) -> str | None:
+    """The reason why the CPU kernels cannot serve a problem, or None."""
+    if problem.arch != "cpu":
+        return f"runs on CPUs, not on {problem.arch}"
+    if problem.dtype not in DTYPES:
+        return f"activations must be one of {', '.join(map(str, DTYPES))}, got {problem.dtype}"
+    try:
+        _format_struct(problem.format)
+    except TypeError as error:
+        return str(error)
+    loaded = library()
+    if loaded is None:
+        return "the library of CPU kernels is not installed (no C++ compiler at install time)"
+    _ = loaded.isa  # an instruction set asked for and not available is an error, not a reason to run another kernel
+    return None
+
+
+def cost(problem: Problem) -> float:
+    """Reading the codes at 10 GB/s, and 20 ps a weight and row of x; the same again to decode and store for large M."""
+    rows = min(problem.m, DIRECT_M)
+    return 5e-6 + problem.n * problem.k * (0.05e-9 + 0.02e-9 * rows)
+
+
+register(
+    Kernel(
+        name="cpu_linear",
+        backend="cpu",
+        about="exact fp32 kernels from packed bytes: AVX-512, AVX2 or portable C++; tiles and torch beyond M = 64",
+        supports=supports,
+        cost=cost,
+        run=run,
+        batch_invariant_to=DIRECT_M,
+    )
+)
