@@ -181,7 +181,7 @@ def test_smollm2() -> None:
     assert len(entries) == 272
     assert len(packed) == 210
     assert {entry.format for entry in packed} == {"q4_1"}
-    for entry in packed:
+    for entry in packed[::20]:
         weight = checkpoint.load(entry.name)
         assert isinstance(weight, PackedWeight)
         assert weight.shape == entry.shape
