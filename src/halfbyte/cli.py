@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -25,7 +25,7 @@ app = typer.Typer(
 )
 bench_app = typer.Typer(no_args_is_help=True, help="Measure, with today's peers in the same run.")
 app.add_typer(bench_app, name="bench")
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 160)  # a file or pipe has no width of its own
 notices = Console(stderr=True)
 
 PathArgument = Annotated[Path, typer.Argument(help="A GGUF file, a safetensors file, or a model's directory.")]
@@ -75,13 +75,17 @@ def quantize(
             key,
             extra_skip=skip or (),
             overwrite=overwrite,
-            progress=lambda done, total, name: bar.update(task, completed=done, total=total),
+            progress=lambda name, done, total: bar.update(task, completed=done, total=total),
         )
     if as_json:
-        print(json.dumps(summary.record()))
+        print(json.dumps({"path": str(target), **asdict(summary)}))
         return
-    console.print(f"{target}: {summary}", highlight=False)
-    for name, reason in summary.left_dense:
+    console.print(
+        f"{target}: {len(summary.quantized)} weights in {summary.format}, {summary.dense} tensors left dense; "
+        f"{summary.bytes_before:,} -> {summary.bytes_after:,} bytes",
+        highlight=False,
+    )
+    for name, reason in summary.left.items():
         console.print(f"  left dense: {name} ({reason})", highlight=False)
 
 
@@ -95,7 +99,7 @@ def inspect(path: PathArgument, as_json: JsonOption = False) -> None:
             "format": entry.format,
             "shape": list(entry.shape),
             "bytes": entry.nbytes,
-            "bits": entry.nbytes * 8 / max(math.prod(entry.shape), 1),
+            "bits": entry.bits_per_weight,
         }
         for entry in entries
     ]
@@ -104,6 +108,7 @@ def inspect(path: PathArgument, as_json: JsonOption = False) -> None:
         print(json.dumps({"path": str(path), "bytes": total, "tensors": rows}))
         return
     table = Table("tensor", "format", "shape", "bytes", "bits a weight", title=str(path), title_justify="left")
+    table.columns[0].overflow = "fold"  # a tensor's name is never cut short
     for column in (3, 4):
         table.columns[column].justify = "right"
     for row in rows:
@@ -213,6 +218,7 @@ def bench_linear_command(
     peers: Annotated[bool, typer.Option(help="Measure torch and bitsandbytes in the same run.")] = True,
     threads: Annotated[int | None, typer.Option(help="CPU threads; torch's own number by default.")] = None,
     seconds: Annotated[float, typer.Option(help="Time spent on each candidate of a problem.")] = 1.0,
+    warm: Annotated[bool, typer.Option(help="Keep one copy of the weights in the caches.")] = False,
     out: Annotated[Path | None, typer.Option(help="Append the rows to this JSONL file.")] = None,
 ) -> None:
     """Single layers with cold caches: time, bandwidth and error, ours and the peers'."""
@@ -232,6 +238,7 @@ def bench_linear_command(
             torch.device(device),
             peers,
             seconds,
+            cold=not warm,
             on_missing=lambda names: (
                 notices.print(f"not installed, not measured: {', '.join(names)}") if names else None
             ),

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from ..checkpoints.convert import DEFAULT_SKIP, Summary, quantize_checkpoint
-
-Progress = Callable[[int, int, str], None]
+from ..checkpoints.convert import DEFAULT_SKIP, Progress, Summary, quantize_checkpoint
 
 
 def quantize_model(

@@ -38,12 +38,16 @@ def bench_linear(
     device: torch.device,
     with_peers: bool = True,
     seconds_each: float = 1.0,
+    cold: bool = True,
     on_missing: Callable[[list[str]], None] = lambda names: None,
 ) -> Iterator[Row]:
     """Rows of every shape (N, K), format and M: ours first, then the peers of the same run.
 
-    seconds_each: time spent on each candidate of a problem. The read ceiling is measured once, in this process.
+    seconds_each: time spent on each candidate of a problem. cold: rotate over copies of the weights; else one copy
+    stays in the caches, and the suite is "linear-warm". The read ceiling is measured once, in this process.
     """
+    to_exceed = cache_bytes(device) if cold else 0
+    suite = "linear" if cold else "linear-warm"
     environment = Environment.of(device)
     ceiling = read_ceiling(device) / 1e12
     if with_peers:
@@ -52,15 +56,15 @@ def bench_linear(
         for key in formats:
             weight = quantize(torch.randn(n, k), key).to(device)
             dtype = DTYPE_NAMES[dtype_name]
-            candidates = [_ours(weight, device)]
+            candidates = [_ours(weight, to_exceed)]
             if with_peers:
-                candidates += _peers(weight, dtype, dtype_name, device)
+                candidates += _peers(weight, dtype, dtype_name, to_exceed)
             for m in ms:
-                yield from _measure(weight, candidates, m, dtype_name, device, seconds_each, environment, ceiling)
+                yield from _measure(suite, weight, candidates, m, dtype_name, seconds_each, environment, ceiling)
 
 
-def _ours(weight: PackedWeight, device: torch.device) -> Candidate:
-    count = copies_needed(weight.nbytes, cache_bytes(device))
+def _ours(weight: PackedWeight, to_exceed: int) -> Candidate:
+    count = copies_needed(weight.nbytes, to_exceed)
     copies = [_clone(weight) for _ in range(count)]
     return Candidate(
         "halfbyte", weight.format.key, [lambda x, copy=copy: linear(x, copy) for copy in copies], weight.nbytes
@@ -71,30 +75,30 @@ def _clone(weight: PackedWeight) -> PackedWeight:
     return PackedWeight(weight.format, weight.shape, {name: part.clone() for name, part in weight.parts.items()})
 
 
-def _peers(weight: PackedWeight, dtype: torch.dtype, dtype_name: str, device: torch.device) -> list[Candidate]:
+def _peers(weight: PackedWeight, dtype: torch.dtype, dtype_name: str, to_exceed: int) -> list[Candidate]:
     candidates = []
-    for peer in peers(device)[0]:
+    for peer in peers(weight.device)[0]:
         if not peer.supports(weight):
             continue
         size = peer.weight_bytes(weight, dtype)
-        count = copies_needed(size, cache_bytes(device))
+        count = copies_needed(size, to_exceed)
         layers = [peer.build(weight, dtype) for _ in range(count)]
         candidates.append(Candidate(peer.name, weight.format.key if peer.packed else dtype_name, layers, size))
     return candidates
 
 
 def _measure(
+    suite: str,
     weight: PackedWeight,
     candidates: Sequence[Candidate],
     m: int,
     dtype_name: str,
-    device: torch.device,
     seconds_each: float,
     environment: Environment,
     ceiling: float,
 ) -> Iterator[Row]:
     n, k = weight.shape
-    dtype = DTYPE_NAMES[dtype_name]
+    dtype, device = DTYPE_NAMES[dtype_name], weight.device
     x = torch.randn(m, k, device=device).to(dtype)
     y = reference.linear(x, weight)
     arch = "cpu" if device.type == "cpu" else environment.arch
@@ -106,7 +110,7 @@ def _measure(
     for candidate in candidates:
         ours = candidate.name == "halfbyte"
         yield Row(
-            suite="linear",
+            suite=suite,
             environment=environment,
             kernel=f"halfbyte {kernel}" if ours else candidate.name,
             format=candidate.format,

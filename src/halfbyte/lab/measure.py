@@ -36,8 +36,8 @@ class Timing:
 
 
 def copies_needed(weight_bytes: int, cache_bytes: int) -> int:
-    """Copies of a weight to rotate over, so that each is read from memory."""
-    return max(2, -(-COLD_FACTOR * cache_bytes // weight_bytes))
+    """Copies of a weight to rotate over, so that each is read from memory; one where there is no cache to exceed."""
+    return max(1, -(-COLD_FACTOR * cache_bytes // weight_bytes))
 
 
 def interleave(candidates: dict[str, Sequence[CALL]], budget_s: float, device: torch.device) -> dict[str, Timing]:
