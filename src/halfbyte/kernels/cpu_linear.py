@@ -74,7 +74,8 @@ _STRUCTS: dict[tuple[object, ...], tuple[BlockFormat, WeightStruct]] = {}
 def weight_struct(weight: PackedWeight) -> WeightStruct:
     """The C struct of a weight; kept by its parts' addresses, shape, dtypes and format, all compared by value."""
     parts = weight.parts
-    key = (weight.shape, weight.format.key, *[(part.data_ptr(), part.dtype) for part in parts.values()])
+    kind = parts["scales"].dtype if "scales" in parts else None
+    key = (weight.shape, weight.format.key, kind, *[part.data_ptr() for part in parts.values()])
     found = _STRUCTS.get(key)
     if found is not None and (found[0] is weight.format or found[0] == weight.format):
         return found[1]

@@ -30,7 +30,7 @@ const Isa *const isas[] = {
 };
 constexpr int COUNT = sizeof isas / sizeof isas[0];
 
-constexpr int64_t ALONE = 40000;  // weights times rows of x below which waking other threads costs more than it saves
+constexpr int64_t ALONE = 300000;  // weights (a row of x more costs an eighth) below which waking threads does not pay
 
 struct Call {
     const Isa *isa;

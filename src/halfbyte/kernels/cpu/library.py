@@ -89,7 +89,7 @@ class Library:
         self.decode = handle.hb_decode
         names = [handle.hb_isa_name(i).decode() for i in range(handle.hb_isa_count())]
         self.isas = {name: i for i, name in enumerate(names) if handle.hb_isa_available(i)}
-        self.compiled = tuple(names)
+        self.compiled: tuple[str, ...] = tuple(names)
 
     @cached_property
     def isa(self) -> int:
@@ -108,7 +108,7 @@ class Library:
     @property
     def isa_name(self) -> str:
         """The name of `isa`."""
-        return self.compiled[self.isa]
+        return str(self.compiled[self.isa])
 
 
 _LOCK = Lock()

@@ -5,6 +5,7 @@
 namespace halfbyte::HB_ISA {
 
 constexpr int64_t X_TILE = 24 << 10;  // bytes of x that stay in the first-level cache while a panel's rows pass
+constexpr int64_t AHEAD = 6 << 10;    // bytes, at least, from a read to its prefetch
 constexpr int64_t STAGED = 256;       // bytes for a copy of a row's last unit
 
 HB_INLINE int64_t scale_stride(const Job &job) { return job.units * (128 / job.block) + 8; }
@@ -59,6 +60,7 @@ struct Panel {
 
     void read_scales_of(int64_t r, int64_t set) {
         const int64_t stride = scale_stride(job);
+        prefetch_scales(first + r + 2 * set, set);
         for (int64_t i = r; i < r + set; ++i) {
             float *scale = scales + i * stride, *offset = offsets + i * stride;
             const int64_t row = first + smaller(i, count - 1);
@@ -67,6 +69,15 @@ struct Panel {
             if (job.weight->offset_kind == HB_NO_OFFSET) continue;
             for (int64_t j = read; j < stride; ++j) offset[j] = 0;
         }
+    }
+
+    // Scales in a tensor of their own are a stream that the codes' prefetching does not see.
+    void prefetch_scales(int64_t row, int64_t rows) const {
+        const HbWeight &w = *job.weight;
+        if (!w.scales) return;
+        const int64_t size = w.scale_kind == HB_ABSMAX ? 4 : 1;
+        const uint8_t *from = bytes(w.scales) + row * w.k / w.blocksize * size;
+        for (int64_t i = 0; i < rows * w.k / w.blocksize * size; i += 64) Simd::prefetch(from + i);
     }
 
     // Units [begin, end) of one set of rows; the last unit from its copy where reading on would leave the codes.
@@ -97,11 +108,15 @@ struct Panel {
     }
 
     void block(int64_t start, Units &units) {
+        const HbWeight &w = *job.weight;
         const int m = block_rows(job.call->m - start, Simd::MAX_M), set = Simd::rows(m);
-        const SpanFn span = span_for(*job.weight, job.grouping, m);
+        const SpanFn span = span_for(w, job.grouping, m);
         const int64_t fit = m == 1 ? job.units : larger(2, X_TILE / 4 / (m * job.stride));
         const int64_t tile = fit / 2 * 2 + (fit & 1 && m == 1);
         units.x = job.x + start * job.units * job.stride;
+        // the same place in the next set of rows, or further where rows are short: these lines come next but one
+        const int64_t set_bytes = set * w.k / w.elements * w.record_bytes;
+        units.ahead = ceil_div(AHEAD, set_bytes) * set_bytes;
         std::memset(sums, 0, rounded * m * Simd::LANES * 4);
         for (int64_t begin = 0; begin < job.units; begin += tile)
             for (int64_t r = 0; r < rounded; r += set) {
@@ -116,7 +131,6 @@ struct Panel {
         Units units;
         units.record_bytes = job.weight->record_bytes;
         units.scales = 128 / job.block;
-        units.ahead = 2048;
         units.table = Simd::table(job.weight->codebook);
         for (int g = 0; g < 4; ++g) units.picks[g] = Simd::index(job.picks[g]);
         for (int64_t start = 0; start < job.call->m; start += Simd::MAX_M) block(start, units);

@@ -10,7 +10,7 @@ enum Grouping { PLAIN, SPLIT, FINE };  // see simd_portable.hpp
 
 struct Simd {
     static constexpr int LANES = 16, STEPS = 8, WIDTH = 1, MAX_M = 8;
-    static constexpr int rows(int m) { return m <= 2 ? 4 : m <= 4 ? 2 : 1; }
+    static constexpr int rows(int m) { return m <= 4 ? 4 : 2; }
 
     using F = __m512;
     using Codes = __m512i;
