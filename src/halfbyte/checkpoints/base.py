@@ -40,8 +40,8 @@ class Entry:
 class Checkpoint(ABC):
     """An opened checkpoint. Tensors that it loads are views of the mapped file: nothing is read before it is used.
 
-    path: what was opened. kind: "dense", "bitsandbytes", "gptq", "awq" or "gguf". config: config.json's content where
-    there is one. metadata: the file's own key-value pairs (safetensors' __metadata__, GGUF's header).
+    path: what was opened. kind: "dense", "bitsandbytes", "gptq", "awq", "halfbyte" or "gguf". config: config.json's
+    content where there is one. metadata: the file's own key-value pairs (safetensors' __metadata__, GGUF's header).
     """
 
     path: Path

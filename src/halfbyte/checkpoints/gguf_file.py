@@ -25,6 +25,7 @@ from .base import Checkpoint, Entry
 from .errors import CheckpointError
 from .gguf_header import TensorInfo, read_header
 from .mapped import MappedFile
+from .own import scales_are_finite
 
 PACKED = {Type.Q4_0: "q4_0", Type.Q4_1: "q4_1", Type.IQ4_NL: "iq4_nl", Type.Q4_K: "q4_k", Type.MXFP4: "mxfp4_gguf"}
 PLAIN = {
@@ -84,10 +85,7 @@ class GGUFCheckpoint(Checkpoint):
         n, k = info.shape
         format = get_format(PACKED[info.type])
         weight = PackedWeight(format, (n, k), {"codes": data.view(format.parts(n, k)["codes"].shape)})
-        offsets = weight.offsets()
-        if not bool(torch.isfinite(weight.scales()).all()) or (
-            offsets is not None and not bool(torch.isfinite(offsets).all())
-        ):
+        if not scales_are_finite(weight):
             raise CheckpointError(self.path, name, "holds NaN or infinite scales; the file is damaged, get it again")
         return weight
 

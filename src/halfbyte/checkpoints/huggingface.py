@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..formats import PackedWeight
-from . import bitsandbytes, words
+from . import bitsandbytes, own, words
 from .base import Checkpoint, Entry
 from .errors import CheckpointError
 from .mapped import read_json
@@ -75,6 +75,8 @@ class HuggingFaceCheckpoint(Checkpoint):
         where = str(self.tensors.file(members[0]).path)
         if members == [name]:
             return self.tensors[name]
+        if name + own.LABEL in self.tensors:
+            return own.unpack_own(self.tensors, name, where)
         if self._scheme is None:
             return bitsandbytes.unpack_state(self.tensors, name, where)
         layer = name.removesuffix(".weight")
@@ -98,9 +100,9 @@ class HuggingFaceCheckpoint(Checkpoint):
         if quantization is not None and method in ("gptq", "awq"):
             self._scheme = words.parse_scheme(quantization, file)
             return str(method)
-        if quantization is not None and method != "bitsandbytes":
+        if quantization is not None and method not in ("bitsandbytes", "halfbyte"):
             raise CheckpointError(
-                file, "quantization_config", f"quant_method {method!r} is none of bitsandbytes, gptq and awq"
+                file, "quantization_config", f"quant_method {method!r} is none of bitsandbytes, gptq, awq and halfbyte"
             )
         for name in self.tensors:
             if name.endswith((".SCB", ".weight_format")):
@@ -113,6 +115,8 @@ class HuggingFaceCheckpoint(Checkpoint):
                     name,
                     "GPTQ or AWQ words, but no quantization_config in a config.json beside them says how to read them",
                 )
+        if any(name.endswith(own.LABEL) for name in self.tensors):
+            return "halfbyte"
         return "bitsandbytes" if any(bitsandbytes.STATE in name for name in self.tensors) else "dense"
 
     def _find_groups(self) -> dict[str, list[str]]:
@@ -129,6 +133,9 @@ class HuggingFaceCheckpoint(Checkpoint):
 
     def _owner(self, name: str) -> str:
         """The entry that a tensor belongs to: itself, unless it is a side tensor of a quantised weight."""
+        parent = name.rpartition(".")[0]
+        if parent + own.LABEL in self.tensors and parent in self.tensors:
+            return parent
         if self._scheme is not None:
             for suffix in words.SIDE_TENSORS:
                 layer = name.removesuffix(suffix)
@@ -149,7 +156,9 @@ class HuggingFaceCheckpoint(Checkpoint):
             return Entry(name, record.format, record.shape, nbytes, packed=False)
         where = str(self.tensors.file(members[0]).path)
         if self._scheme is None:
-            shape, format = bitsandbytes.describe_state(self.tensors, name, where)
+            own_label = name + own.LABEL in self.tensors
+            describe = own.describe_own if own_label else bitsandbytes.describe_state
+            shape, format = describe(self.tensors, name, where)
             return Entry(name, format.key, shape, nbytes, packed=True)
         shape, key = self._describe_words(name.removesuffix(".weight"), where)
         return Entry(name, key, shape, nbytes, packed=True)
@@ -170,6 +179,8 @@ def _directory_files(directory: Path) -> list[SafetensorsFile]:
         return _indexed_files(directory, index)
     if (directory / SINGLE).exists():
         return [SafetensorsFile(directory / SINGLE)]
+    if any(directory.glob("*.gguf")):
+        raise CheckpointError(directory, SINGLE, "not found; to read a GGUF model, give its .gguf file")
     if any(directory.glob("*.bin")):
         raise CheckpointError(
             directory, SINGLE, "not found; its .bin weights are Python pickles, which can run code and are never read: "

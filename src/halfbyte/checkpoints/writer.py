@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from ..formats import PackedWeight
-from .bitsandbytes import pack_state
+from .bitsandbytes import FAMILIES, pack_state
 from .errors import CheckpointError
 from .huggingface import INDEX, SINGLE
+from .own import pack_own
 from .safetensors_file import SAFETENSORS_NAMES
 
 HEADER_ROOM = (
@@ -40,12 +41,13 @@ def write_safetensors(
 ) -> list[Path]:
     """Write named tensors to `directory` as model.safetensors, or as model-00001-of-0000n.safetensors and their index.
 
-    A PackedWeight (nf4, fp4 only) becomes bitsandbytes' tensors; `dtype` is what its quant_state says the weight was.
+    A PackedWeight in nf4 or fp4 becomes bitsandbytes' tensors (`dtype` is what their quant_state says the weight was
+    before), in another format halfbyte's own (own.py).
     Files are written under temporary names and renamed when all are complete, the index last. Holds one tensor at a
     time (and those of odd size until their file ends). Returns the weight files' paths.
 
-    Raises CheckpointError where the directory already holds weights or a name comes twice, ValueError for a packed
-    format that safetensors files do not hold.
+    Raises CheckpointError where the directory already holds weights or a name comes twice, ValueError for a dtype that
+    safetensors files do not hold.
     """
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
@@ -57,7 +59,7 @@ def write_safetensors(
     seen: set[str] = set()
     try:
         for name, tensor in tensors:
-            pieces = pack_state(tensor, name, dtype) if isinstance(tensor, PackedWeight) else {name: tensor}
+            pieces = _pieces(name, tensor, dtype)
             if twice := seen & pieces.keys() or pieces.keys() & {"__metadata__"}:
                 raise CheckpointError(target, min(twice), "is written twice, or is a name that the format reserves")
             seen |= pieces.keys()
@@ -76,6 +78,12 @@ def write_safetensors(
         for shard in shards:
             shard.abandon()
         raise
+
+
+def _pieces(name: str, tensor: Tensor | PackedWeight, dtype: str) -> dict[str, Tensor]:
+    if not isinstance(tensor, PackedWeight):
+        return {name: tensor}
+    return pack_state(tensor, name, dtype) if tensor.format.name in FAMILIES else pack_own(tensor, name)
 
 
 class _Shard:
