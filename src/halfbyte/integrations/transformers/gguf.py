@@ -8,6 +8,7 @@ any other way is decoded first.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
 from pathlib import Path
@@ -19,7 +20,6 @@ from gguf import quants
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
-from transformers.utils import logging
 
 from ...checkpoints import Checkpoint, CheckpointError, open_checkpoint
 from ...checkpoints.gguf_file import PLAIN
@@ -29,7 +29,7 @@ from ...formats import PackedWeight
 from ...nn import QuantLinear
 from .config import HalfbyteConfig
 
-logger = logging.get_logger(__name__)
+logger = logging.getLogger(__name__)
 EXPERT = re.compile(r"(.+)\[\d+\]")  # a checkpoint's entry for one expert of a fused tensor
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -14,14 +15,13 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer, get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
-from transformers.utils import logging
 
 from ...checkpoints.bitsandbytes import SIDE_TENSORS
 from ...formats import FAMILIES, get_format, quantize
 from ...nn import OWN, QuantLinear, read_weight, stored_dtype
 from .config import METHOD, HalfbyteConfig
 
-logger = logging.get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def _side_suffixes() -> tuple[str, ...]:
