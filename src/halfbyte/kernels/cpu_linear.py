@@ -23,7 +23,7 @@ from ..formats.codecs import (
     RecordHalf,
 )
 from .cpu import Library, library
-from .cpu.library import CallStruct, WeightStruct
+from .cpu.loading import CallStruct, WeightStruct
 from .registry import DTYPES, Kernel, Problem, register
 
 DIRECT_M = 64  # rows of x that the kernels multiply themselves

@@ -52,12 +52,14 @@ void run_task(void *context, int64_t task) {
 
 #define HB_EXPORT extern "C" __attribute__((visibility("default")))
 
-// Raised whenever a struct of abi.h changes.
+// Raised whenever a struct of abi.hpp changes.
 HB_EXPORT int32_t hb_abi_version() { return 1; }
 
 HB_EXPORT int32_t hb_struct_bytes(int32_t which) { return which ? sizeof(HbCall) : sizeof(HbWeight); }
 
+// The OpenMP runtime to run on, and what was set; null for threads of our own.
 HB_EXPORT void hb_set_gomp(void *gomp_parallel) { set_gomp(gomp_parallel); }
+HB_EXPORT void *hb_get_gomp() { return get_gomp(); }
 
 // Number of instruction sets compiled in; their names, fastest first; whether this processor has them.
 HB_EXPORT int32_t hb_isa_count() { return COUNT; }

@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "abi.h"
+#include "abi.hpp"
 #if defined(__F16C__)
 #include <immintrin.h>
 #endif

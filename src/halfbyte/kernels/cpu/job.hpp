@@ -1,6 +1,6 @@
 // What api.cpp and the instruction sets share: a planned call, and the functions an instruction set offers.
 #pragma once
-#include "abi.h"
+#include "abi.hpp"
 
 namespace halfbyte {
 

@@ -18,20 +18,26 @@ inline void read_nested(const HbWeight &w, int64_t first, int64_t count, float *
     }
 }
 
-// The 6-bit scale or minimum of block `i` of a Q4_K record (ggml, get_scale_min_k4).
-HB_INLINE int six_bits(const uint8_t *record, int i, bool minimum) {
-    const uint8_t *packed = record + 4, *own = packed + (minimum ? 4 : 0);
-    if (i < 4) return own[i] & 0x3F;
-    const int low = minimum ? packed[i + 4] >> 4 : packed[i + 4] & 0xF;
-    return low | ((own[i - 4] >> 2) & 0x30);
+// The eight 6-bit scales and minima of a Q4_K record, four bytes at a time (ggml, get_scale_min_k4): of the first
+// four, bits 0..5 of a byte each; of the last four, a nibble each below the top two bits of those bytes.
+HB_INLINE void six_bits(const uint8_t *record, uint8_t *scale, uint8_t *minimum) {
+    const uint32_t low = read<uint32_t>(record + 4), mid = read<uint32_t>(record + 8);
+    const uint32_t last = read<uint32_t>(record + 12);
+    const uint32_t scales[2] = {low & 0x3F3F3F3F, (last & 0x0F0F0F0F) | ((low >> 2) & 0x30303030)};
+    const uint32_t minima[2] = {mid & 0x3F3F3F3F, ((last >> 4) & 0x0F0F0F0F) | ((mid >> 2) & 0x30303030)};
+    std::memcpy(scale, scales, 8);
+    std::memcpy(minimum, minima, 8);
 }
 
+// Rows start on records, so whole records are asked for.
 inline void read_kquant(const HbWeight &w, int64_t first, int64_t count, float *scale, float *offset) {
-    for (int64_t i = 0; i < count; ++i) {
-        const int64_t block = first + i;
-        const uint8_t *record = bytes(w.codes) + (block >> 3) * w.record_bytes;
-        scale[i] = fp16_to_float(read<uint16_t>(record)) * float(six_bits(record, block & 7, false));
-        offset[i] = -(fp16_to_float(read<uint16_t>(record + 2)) * float(six_bits(record, block & 7, true)));
+    const uint8_t *record = bytes(w.codes) + first / 8 * w.record_bytes;
+    for (int64_t i = 0; i < count; i += 8, record += w.record_bytes) {
+        uint8_t scales[8], minima[8];
+        six_bits(record, scales, minima);
+        const float d = fp16_to_float(read<uint16_t>(record)), minimum = fp16_to_float(read<uint16_t>(record + 2));
+        for (int j = 0; j < 8; ++j) scale[i + j] = d * float(scales[j]);
+        for (int j = 0; j < 8; ++j) offset[i + j] = -(minimum * float(minima[j]));
     }
 }
 

@@ -56,6 +56,8 @@ struct Buffer {
 
 void set_gomp(void *function) { gomp_parallel = reinterpret_cast<GompParallel>(function); }
 
+void *get_gomp() { return reinterpret_cast<void *>(gomp_parallel.load()); }
+
 float *thread_floats(int slot, int64_t count) {
     thread_local Buffer buffers[2];
     return buffers[slot].get(count);

@@ -9,6 +9,7 @@ void parallel(int threads, int64_t count, void (*work)(void *context, int64_t i)
 
 // libgomp's entry point, found by the caller in the process; null for threads of our own.
 void set_gomp(void *gomp_parallel);
+void *get_gomp();
 
 // fp32 scratch of this thread, 64-byte aligned, kept between calls up to a bound. Two slots: one for a call's x, one
 // for a worker's own.

@@ -1,4 +1,4 @@
-"""Loads the shared library of CPU kernels with ctypes and mirrors its C structs (abi.h)."""
+"""Loads the shared library of CPU kernels with ctypes and mirrors its C structs (abi.hpp)."""
 
 from __future__ import annotations
 

@@ -1,0 +1,285 @@
+"""The CPU kernels against the contract: every format, type and instruction set, odd shapes, threads, and absence."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from halfbyte import reference
+from halfbyte.formats import PackedWeight, get_format, quantize
+from halfbyte.kernels import Problem, cpu_linear
+from halfbyte.kernels.cpu import Library, library
+from halfbyte.kernels.cpu_linear import multiply, weight_struct
+from halfbyte.plan import plan
+from kernel_samples import KEYS, multiples, random_weight
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LOADED = library()
+pytestmark = pytest.mark.skipif(LOADED is None, reason="the library of CPU kernels is not built")
+ISAS = list(LOADED.isas) if LOADED else []
+
+
+def loaded() -> Library:
+    assert LOADED is not None
+    return LOADED
+
+
+def call(isa: str, x: Tensor, weight: PackedWeight, bias: Tensor | None = None, threads: int = 0) -> Tensor:
+    """The kernel's output, in a poisoned buffer whose surroundings must stay as they were."""
+    m, n = x.shape[0], weight.shape[0]
+    around = torch.full((m + 2, n), torch.nan, dtype=x.dtype)
+    multiply(loaded(), loaded().isas[isa], x, weight, bias, around[1:-1], threads)
+    assert around[0].isnan().all()
+    assert around[-1].isnan().all()
+    return around[1:-1]
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def strided(m: int, k: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """x [M, K] whose rows are NaN-separated views at an odd element."""
+    wide = torch.full((m, k + 5), torch.nan, dtype=dtype)
+    wide[:, 3 : 3 + k] = torch.randn(m, k, generator=generator).to(dtype)
+    return wide[:, 3 : 3 + k]
+
+
+def exact(x: Tensor, dense: Tensor, bias: Tensor | None) -> Tensor:
+    """The float64 result, from the weight's float64 values (which a test decodes once)."""
+    y = x.double() @ dense.t()
+    return y if bias is None else y + bias.double()
+
+
+def slack(x: Tensor, dense: Tensor) -> float:
+    """What fp32 sums may lose where outputs cancel: relative to the sums of magnitudes, not to the outputs."""
+    return 3e-7 * float((x.double().abs() @ dense.abs().t()).norm())
+
+
+def shapes(key: str) -> list[tuple[int, int]]:
+    """Whole and odd numbers of rows; K of whole units, tails, and for bitsandbytes rows that start anywhere."""
+    rows, columns = multiples(key)
+    found = [(40, 1280 if 1280 % columns == 0 else columns * 3), (rows * 3, columns)]
+    if columns == 1:
+        found += [(7, 96), (6, 576), (5, 100), (9, 33), (3, 1), (2, 4100)]
+    elif rows == 1 and columns <= 32:
+        found += [(6, 96), (5, 224)]
+    return found
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("key", KEYS)
+def test_contract(key: str, isa: str) -> None:
+    generator = seeded(1)
+    for n, k in shapes(key):
+        weight = random_weight(key, n, k, generator)
+        dense = weight.dequantize(torch.float64)
+        for number, dtype in enumerate(DTYPES):
+            for m in (1, 3, 4, 9):
+                x = strided(m, k, dtype, generator)
+                bias = torch.randn(n, generator=generator).to(torch.float32 if m == 3 else dtype)
+                given = None if (m + number) % 3 == 0 else bias
+                out = call(isa, x, weight, given)
+                label = f"{key} {isa} {dtype} M={m} N={n} K={k}"
+                reference.assert_within_contract(out, exact(x, dense, given), label, slack(x, dense))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("key", KEYS)
+def test_one_hot_rows_read_single_weights_back(key: str, isa: str) -> None:
+    for n, k in (shapes(key)[0], shapes(key)[-1]):
+        weight = random_weight(key, n, k, seeded(2))
+        columns = sorted({0, k - 1, *torch.randint(k, (60,), generator=seeded(3)).tolist()})
+
+        def probe(dtype: torch.dtype, used: PackedWeight, true: PackedWeight = weight, at: list[int] = columns) -> bool:
+            def layer(x: Tensor) -> Tensor:
+                return call(isa, x, used)
+
+            found = reference.one_hot_probe(layer, true, dtype, at)
+            return found.within_contract(dtype)
+
+        for dtype in DTYPES:
+            assert probe(dtype, weight), (key, isa, dtype, n, k)
+        if k > 1:
+            assert not probe(torch.float32, reference.swap_nibbles(weight)), (key, isa, n, k)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("key", ["nf4-64", "fp4-4096", "q4_1", "q4_k", "nvfp4", "gptq-128", "awq-32"])
+def test_bits_do_not_depend_on_m_or_threads(key: str, isa: str) -> None:
+    weight = random_weight(key, 520, 768, seeded(4))
+    x = torch.randn(64, 768, generator=seeded(5))
+    alone = torch.cat([call(isa, x[i : i + 1], weight, threads=1) for i in range(64)])
+    for m in (2, 3, 7, 8, 12, 33, 64):
+        for threads in (1, 2, 5):
+            assert torch.equal(call(isa, x[:m], weight, threads=threads), alone[:m]), (m, threads)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_rows_that_start_inside_a_byte_are_batch_invariant(isa: str) -> None:
+    weight = random_weight("nf4-64", 17, 333, seeded(6))
+    x = torch.randn(9, 333, generator=seeded(7))
+    alone = torch.cat([call(isa, x[i : i + 1], weight) for i in range(9)])
+    assert torch.equal(call(isa, x, weight), alone)
+
+
+def test_same_bits_on_threads_of_our_own() -> None:
+    weight = random_weight("nf4-64", 1024, 1024, seeded(8))
+    x = torch.randn(4, 1024, generator=seeded(9))
+    shared = call(ISAS[0], x, weight, threads=3)
+    handle = ctypes.CDLL(str(loaded().path))
+    handle.hb_get_gomp.restype = ctypes.c_void_p
+    handle.hb_set_gomp.argtypes = (ctypes.c_void_p,)
+    gomp = handle.hb_get_gomp()
+    handle.hb_set_gomp(None)
+    try:
+        assert torch.equal(call(ISAS[0], x, weight, threads=3), shared)
+    finally:
+        handle.hb_set_gomp(gomp)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch for Linux brings libgomp")
+def test_torchs_threads_are_shared() -> None:
+    assert loaded().shares_torch_threads
+
+
+def test_several_python_threads_at_once() -> None:
+    weights = [random_weight(key, 256, 1024, seeded(10)) for key in ("nf4-64", "q4_k", "awq-128", "q4_0")]
+    xs = [torch.randn(m, 1024, generator=seeded(m)) for m in (1, 5, 16, 40)]
+    pairs = [(x, weight) for x in xs for weight in weights]
+    expected = [call(ISAS[0], x, weight) for x, weight in pairs]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            for out, wanted in zip(pool.map(lambda pair: call(ISAS[0], *pair), pairs), expected, strict=True):
+                assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("key", ["nf4-64", "nf4-64-nested", "q4_0", "q4_1", "mxfp4_gguf", "nvfp4"])
+def test_unaligned_parts_at_the_end_of_their_memory(key: str, isa: str) -> None:
+    k = 352 if key != "nvfp4" else 336  # a tail that a whole read would run past
+    weight = random_weight(key, 5, k, seeded(11))
+    codes = weight.codes
+    buffer = torch.full((codes.numel() + 3,), 255, dtype=torch.uint8)
+    buffer[3:] = codes.reshape(-1)
+    moved = PackedWeight(weight.format, weight.shape, {**weight.parts, "codes": buffer[3:].view(codes.shape)})
+    x = torch.randn(3, k, generator=seeded(12))
+    assert torch.equal(call(isa, x, moved), call(isa, x, weight))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("key", ["nf4-64", "nf4-128-nested", "q4_1", "q4_k", "nvfp4", "gptq-128", "awq-32", "fp4-64"])
+def test_many_rows(key: str, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_linear, "TILE_VALUES", 48 * 768)
+    n, k = (120, 768) if key != "fp4-64" else (119, 333)
+    weight = random_weight(key, n, k, seeded(13))
+    for dtype in DTYPES:
+        x = strided(70, k, dtype, seeded(14))
+        bias = torch.randn(n, generator=seeded(15)).to(dtype)
+        for given in (None, bias):
+            out = call(isa, x, weight, given)
+            reference.assert_within_contract(out, reference.linear(x, weight, given), f"{key} {isa} {dtype}")
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("m", [2, 70])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_x_near_the_ends_of_the_range(isa: str, dtype: torch.dtype, m: int) -> None:
+    weight = quantize(torch.randn(32, 512, generator=seeded(16)) * 1e-3, "q4_0")
+    x = torch.randn(m, 512, generator=seeded(17))
+    x[0] *= 3e37
+    x[1] *= 1e-34
+    x = x.to(dtype)
+    out, y = call(isa, x, weight), reference.linear(x, weight)
+    for row in range(2):
+        reference.assert_within_contract(out[row], y[row], f"row {row}")
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("key", ["nf4-64", "q4_1", "q4_k", "gptq-32", "awq-32"])
+def test_infinity_gives_what_float64_gives(key: str, isa: str) -> None:
+    weight = random_weight(key, 64, 256, seeded(18))
+    x = torch.randn(3, 256, generator=seeded(19))
+    x[1, 77] = torch.inf
+    out, y = call(isa, x, weight), reference.linear(x, weight)
+    assert torch.equal(out[1].double().nan_to_num(nan=7.0), y[1].nan_to_num(nan=7.0))
+    reference.assert_within_contract(out[::2], y[::2], key)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_fp16_outputs_overflow_only_where_the_result_does(isa: str) -> None:
+    weight = random_weight("q4_0", 16, 512, seeded(20))
+    x = (torch.randn(4, 512, generator=seeded(21)) * 20000).half()
+    out, y = call(isa, x, weight), reference.linear(x, weight)
+    assert y.half().isinf().any()
+    assert y.half().isfinite().any()
+    assert torch.equal(out.isinf(), y.half().isinf())
+
+
+def test_structs_follow_values_not_objects() -> None:
+    first = random_weight("nf4-64", 8, 128, seeded(22))
+    again = PackedWeight(first.format, first.shape, dict(first.parts))
+    assert weight_struct(first) is weight_struct(again)
+    fp4 = PackedWeight(get_format("fp4-64"), first.shape, first.parts)
+    reshaped = PackedWeight(first.format, (16, 64), first.parts)
+    assert weight_struct(fp4).codebook[:] == list(get_format("fp4").codebook)
+    assert (weight_struct(reshaped).n, weight_struct(reshaped).k) == (16, 64)
+
+
+def test_the_plan_takes_the_kernel() -> None:
+    for key in KEYS:
+        for m in (1, 64, 65, 5000):
+            chosen = plan(Problem(get_format(key), torch.bfloat16, m, 4096, 5120))
+            assert chosen.kernel.name == "cpu_linear", (key, m)
+    assert "cuda" in str(cpu_linear.supports(Problem(get_format("nf4"), torch.float16, 1, 64, 64, "cuda")))
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "always", "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_environment_forces_an_instruction_set(isa: str) -> None:
+    code = "from halfbyte.kernels.cpu import library; print(library().isa_name)"
+    assert run_python(code, HALFBYTE_CPU_ISA=isa).stdout.strip() == isa
+
+
+def test_unavailable_instruction_set_is_an_error() -> None:
+    code = (
+        "import torch; from halfbyte.formats import get_format; from halfbyte.kernels import Problem\n"
+        "from halfbyte.plan import plan\n"
+        "plan(Problem(get_format('nf4'), torch.float32, 1, 64, 64))"
+    )
+    done = run_python(code, HALFBYTE_CPU_ISA="sse9")
+    assert done.returncode == 1
+    assert "HALFBYTE_CPU_ISA=sse9: this build does not know it; available here: " in done.stderr
+
+
+def test_without_the_library_torch_computes_and_one_notice_says_so() -> None:
+    code = (
+        "import torch; from halfbyte.formats import get_format; from halfbyte.kernels import Problem\n"
+        "import halfbyte.kernels.cpu.loading as lib; lib.NAME = 'missing.so'\n"
+        "from halfbyte.plan import plan\n"
+        "for m in (1, 2):\n"
+        "    chosen = plan(Problem(get_format('nf4'), torch.float32, m, 64, 64))\n"
+        "    print(chosen.kernel.name, dict(chosen.others)['cpu_linear'])"
+    )
+    done = run_python(code)
+    assert (
+        done.stdout.splitlines()
+        == ["torch_dequantize " + "the library of CPU kernels is not installed (no C++ compiler at install time)"] * 2
+    )
+    assert done.stderr.count("halfbyte runs without its CPU kernels") == 1
