@@ -33,7 +33,7 @@ def quantize(weight: Tensor, format: BlockFormat | str) -> PackedWeight:
         raise ValueError(f"quantize: no quantiser for '{chosen.key}'; there is one for {', '.join(_QUANTISERS)}")
     n, k = weight.shape
     chosen.check_shape(n, k)
-    chunks = weight.split(max(1, CHUNK_VALUES // k))
+    chunks = torch.split(weight, max(1, CHUNK_VALUES // k))
     if not all(bool(torch.isfinite(chunk).all()) for chunk in chunks):
         raise ValueError("quantize: weight holds NaN or infinity; 4-bit blocks cannot represent them")
     quantiser = _QUANTISERS[chosen.name]
@@ -90,7 +90,7 @@ def _quantize_bnb(weight: Tensor, format: BlockFormat) -> dict[str, Tensor]:
     layout = format.layout
     assert isinstance(layout, RecordLayout)
     packed, scales = [], []
-    for chunk in weight.reshape(-1).split(CHUNK_VALUES):
+    for chunk in torch.split(weight.reshape(-1), CHUNK_VALUES):
         absmax, scaled = blockwise(chunk.float(), format.blocksize)
         codes = by_rank[nearest_in_sorted(scaled, ranked)]
         packed.append(layout.pack(pad(codes, (0, codes.numel() % 2), value=zero)).reshape(-1))
