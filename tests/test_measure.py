@@ -38,7 +38,10 @@ def test_interleave_refuses_a_candidate_without_calls():
         interleave({"a": []}, 0.1, CPU)
 
 
-@pytest.mark.parametrize(("weight", "cache", "copies"), [(100, 1000, 30), (999, 1000, 4), (10**9, 1000, 1), (100, 0, 1)])
+CASES = [(100, 1000, 30), (999, 1000, 4), (10**9, 1000, 1), (100, 0, 1)]
+
+
+@pytest.mark.parametrize(("weight", "cache", "copies"), CASES)
 def test_copies_exceed_the_cache_three_times(weight, cache, copies):
     assert copies_needed(weight, cache) == copies
 

@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.table import Table
 
 from .checkpoints import open_checkpoint
+from .device import name_of
 from .integrations.convert import export_gguf, quantize_model
 from .integrations.generate import answer
 from .integrations.transformers import load
-from .lab.measure import cpu_name
 
 PROMPT = "Explain in two sentences why the sky is blue."
 FORMAT = "nf4-64"
@@ -80,7 +80,7 @@ def run(
     weights = sum(entry.shape[0] * entry.shape[1] for entry in entries)
     result = {
         "checkpoint": str(files.packed),
-        "machine": cpu_name(),
+        "machine": name_of(torch.device("cpu")),
         "bits_per_weight": sum(entry.nbytes for entry in entries) * 8 / weights,
         "packed_layers": len(entries),
         "worst_over_limit": verified["worst_over_limit"],

@@ -38,12 +38,16 @@ def export_gguf(source: Path, target: Path, dtype: torch.dtype = torch.bfloat16)
 
     Raises FileNotFoundError where there is no such file, ValueError where transformers cannot read its architecture.
     """
+    import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if not source.is_file():
         raise FileNotFoundError(f"no such file: {source}")
     origin = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
-    model = AutoModelForCausalLM.from_pretrained(**origin, dtype=dtype)
+    options = {"dtype": dtype}
+    if hasattr(transformers, "GgufConfig"):  # newer releases would keep the weights packed, which they cannot save
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(**origin, **options)
     model.save_pretrained(target)
     AutoTokenizer.from_pretrained(**origin).save_pretrained(target)
     return target

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from ..device import arch_of, cache_bytes
 from ..formats import PackedWeight, quantize
 from ..kernels import Problem
 from ..ops import linear
 from ..plan import plan
-from .measure import CALL, cache_bytes, copies_needed, interleave, read_ceiling
+from .measure import CALL, copies_needed, interleave, read_ceiling
 from .peers import Layer, peers
 from .rows import Environment, Row
 
@@ -66,9 +67,11 @@ def bench_linear(
 def _ours(weight: PackedWeight, to_exceed: int) -> Candidate:
     count = copies_needed(weight.nbytes, to_exceed)
     copies = [_clone(weight) for _ in range(count)]
-    return Candidate(
-        "halfbyte", weight.format.key, [lambda x, copy=copy: linear(x, copy) for copy in copies], weight.nbytes
-    )
+    return Candidate("halfbyte", weight.format.key, [_layer(copy) for copy in copies], weight.nbytes)
+
+
+def _layer(weight: PackedWeight) -> Layer:
+    return lambda x: linear(x, weight)
 
 
 def _clone(weight: PackedWeight) -> PackedWeight:
@@ -101,8 +104,7 @@ def _measure(
     dtype, device = DTYPE_NAMES[dtype_name], weight.device
     x = torch.randn(m, k, device=device).to(dtype)
     y = reference.linear(x, weight)
-    arch = "cpu" if device.type == "cpu" else environment.arch
-    kernel = plan(Problem(weight.format, dtype, m, n, k, arch)).kernel.name
+    kernel = plan(Problem(weight.format, dtype, m, n, k, arch_of(device))).kernel.name
     with torch.inference_mode():
         errors = {candidate.name: reference.relative_error(candidate.layers[0](x), y) for candidate in candidates}
         calls = {candidate.name: [_call(layer, x) for layer in candidate.layers] for candidate in candidates}

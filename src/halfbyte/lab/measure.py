@@ -6,12 +6,10 @@ clock comes round to a copy again, the last-level cache has been filled with oth
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -40,7 +38,7 @@ def copies_needed(weight_bytes: int, cache_bytes: int) -> int:
     return max(1, -(-COLD_FACTOR * cache_bytes // weight_bytes))
 
 
-def interleave(candidates: dict[str, Sequence[CALL]], budget_s: float, device: torch.device) -> dict[str, Timing]:
+def interleave(candidates: Mapping[str, Sequence[CALL]], budget_s: float, device: torch.device) -> dict[str, Timing]:
     """Time every candidate in turn, call by call (on a GPU graph by graph), for about `budget_s` seconds in all.
 
     Warms each candidate up on all its copies first. Raises ValueError for a candidate without calls.
@@ -65,11 +63,11 @@ def interleave(candidates: dict[str, Sequence[CALL]], budget_s: float, device: t
     return {name: Timing.of(values) for name, values in seconds.items()}
 
 
-def _interleave_cuda(candidates: dict[str, Sequence[CALL]], budget_s: float) -> dict[str, Timing]:
+def _interleave_cuda(candidates: Mapping[str, Sequence[CALL]], budget_s: float) -> dict[str, Timing]:
     """One CUDA graph a candidate, holding a call on each copy; replays in turn between events."""
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
     for name, calls in candidates.items():
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(side):
             for call in calls:
                 call()
@@ -81,7 +79,7 @@ def _interleave_cuda(candidates: dict[str, Sequence[CALL]], budget_s: float) -> 
         graphs[name].replay()
     torch.cuda.synchronize()
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     deadline = time.perf_counter() + budget_s
     turn = 0
     while turn < 5 or time.perf_counter() < deadline:
@@ -93,17 +91,6 @@ def _interleave_cuda(candidates: dict[str, Sequence[CALL]], budget_s: float) -> 
             seconds[name].append(begin.elapsed_time(end) / 1e3 / len(candidates[name]))
         turn += 1
     return {name: Timing.of(values) for name, values in seconds.items()}
-
-
-def cache_bytes(device: torch.device) -> int:
-    """The last-level cache: L2 on a GPU; on a CPU the largest that the system reports, 32 MiB if it reports none."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).L2_cache_size)
-    sizes = [32 << 20]
-    for entry in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        text = entry.read_text().strip()
-        sizes.append(int(text[:-1]) << {"K": 10, "M": 20, "G": 30}[text[-1]])
-    return max(sizes)
 
 
 def read_ceiling(device: torch.device, repeats: int = 7) -> float:
@@ -147,15 +134,3 @@ def peak_rss_bytes() -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def cpu_name() -> str:
-    """What the processor calls itself, with the threads torch uses."""
-    name = "CPU"
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [
-            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
-        ]
-        name = names[0] if names else name
-    return f"{name}, {torch.get_num_threads()} of {os.cpu_count()} threads"

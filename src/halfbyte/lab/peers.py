@@ -97,7 +97,7 @@ def _bnb_packed(weight: PackedWeight, dtype: torch.dtype) -> Layer:
     from bitsandbytes import matmul_4bit
 
     codes, state = _bnb_state(weight, dtype)
-    return lambda x: matmul_4bit(x, codes.t(), quant_state=state)  # type: ignore[no-any-return]
+    return lambda x: matmul_4bit(x, codes.t(), quant_state=state)
 
 
 def _bnb_module(weight: PackedWeight, dtype: torch.dtype) -> Layer:

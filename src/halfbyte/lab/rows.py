@@ -12,8 +12,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from torch import device as Device
 
-from .measure import Timing, cpu_name
+from ..device import arch_of, name_of
+from .measure import Timing
 
 
 @dataclass(frozen=True)
@@ -28,14 +30,11 @@ class Environment:
     date: str
 
     @staticmethod
-    def of(device: torch.device) -> Environment:
+    def of(device: Device) -> Environment:
         date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        if device.type == "cuda":
-            major, minor = torch.cuda.get_device_capability(device)
-            name, arch, driver = torch.cuda.get_device_name(device), f"sm_{major}{minor}", _driver()
-        else:
-            name, arch, driver = cpu_name(), torch.backends.cpu.get_cpu_capability(), ""
-        return Environment(name, arch, driver, torch.__version__, commit(), date)
+        driver = _driver() if device.type == "cuda" else ""
+        arch = torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else arch_of(device)
+        return Environment(name_of(device), arch, driver, version("torch"), commit(), date)
 
 
 @dataclass(frozen=True)
