@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from .checkpoints import CheckpointError, open_checkpoint
+from .checkpoints import open_checkpoint
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -36,7 +36,7 @@ def main() -> None:
     """Entry point: user errors become one line and exit status 1, not a traceback."""
     try:
         app()
-    except (CheckpointError, ValueError, FileNotFoundError, FileExistsError, ModuleNotFoundError) as error:
+    except (ValueError, FileNotFoundError, FileExistsError, ModuleNotFoundError) as error:
         fail(str(error))
 
 
@@ -259,6 +259,31 @@ def bench_linear_command(
     table.title = f"{row.environment.device}; read ceiling {row.ceiling_tb_per_s * 1e3:.1f} GB/s; x in {dtype}"
     table.title_justify = "left"
     console.print(table)
+
+
+@bench_app.command("nf4-16")
+def bench_nf4_16_command(
+    batches: Annotated[int, typer.Option(help="Batches a case.", min=1)] = 30,
+    calls: Annotated[int, typer.Option(help="Calls a batch.", min=1)] = 10_000,
+    out: Annotated[Path | None, typer.Option(help="Append the row to this JSONL file.")] = None,
+) -> None:
+    """bitsandbytes' 16-case single-token protocol, on a GPU, against bitsandbytes in this process."""
+    from .lab.nf4_16 import cases, record
+    from .lab.rows import append
+
+    table = Table("N × K", "dtype", "nested", "halfbyte µs", "bitsandbytes µs", "speed-up")
+    results = []
+    with notices.status("measuring"):
+        for case in cases(batches, calls):
+            results.append(case)
+            speedup = f"{case.bitsandbytes_us / case.ours_us:.2f}"
+            times = (f"{case.ours_us:.2f}", f"{case.bitsandbytes_us:.2f}")
+            table.add_row(f"{case.N} × {case.K}", case.dtype, str(case.nested), *times, speedup)
+    row = record(results)
+    if out:
+        append(out, [row])
+    console.print(table)
+    console.print(f"geometric mean: {row['geomean_speedup']:.3f} × as fast as {row['peer']}", highlight=False)
 
 
 def parse_numbers(option: str, text: str) -> list[int]:

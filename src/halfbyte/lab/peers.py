@@ -93,6 +93,18 @@ def _bnb_state(weight: PackedWeight, dtype: torch.dtype) -> tuple[Tensor, object
     return parts["codes"].view(-1, 1), state
 
 
+def bnb_operator(weight: PackedWeight, x: Tensor) -> Callable[[], Tensor]:
+    """A call of bitsandbytes' own operator on the weight's bytes, with nothing of its Python layers above it."""
+    import bitsandbytes  # noqa: F401 (registers the operator)
+
+    parts, format = weight.parts, weight.format
+    scales = (parts["nested_absmax"], parts["absmax"]) if format.nested else (parts["absmax"], None)
+    arguments = (x, parts["codes"].view(-1, 1), list(weight.shape), scales[0], format.blocksize, format.name, None)
+    nested = (scales[1], parts.get("nested_quant_map"), parts.get("nested_offset"))
+    operator = torch.ops.bitsandbytes.gemm_4bit.default
+    return lambda: operator(*arguments, *nested)
+
+
 def _bnb_packed(weight: PackedWeight, dtype: torch.dtype) -> Layer:
     from bitsandbytes import matmul_4bit
 
