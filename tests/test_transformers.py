@@ -48,6 +48,13 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("models") / "dense")
 
 
+def tokenizer() -> Any:
+    """The smallest there is."""
+    from tokenizers import Tokenizer, models
+
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
+
+
 def logits(model: Any) -> Tensor:
     with torch.inference_mode():
         return model(IDS).logits.float()
@@ -216,6 +223,35 @@ def test_lora_trains_on_top(dense: Path) -> None:
     after = {name.replace(".base_layer", ""): layer for name, layer in packed_layers(base).items()}
     for name, weight in before.items():
         assert torch.equal(after[name].packed.codes, weight.codes)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_gptq_and_awq_directories(dense: Path, method: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    from checkpoint_samples import word_layer
+
+    state = load_file(dense / "model.safetensors")
+    for name in [name for name in state if name.endswith("_proj.weight")]:
+        n, k = state.pop(name).shape
+        layer = word_layer(name.removesuffix(".weight"), method, n, k, 32, seed=len(state))
+        layer[name.replace("weight", "scales")] *= 0.02
+        state |= layer
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((dense / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": 32, "desc_act": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tokenizer().save_pretrained(tmp_path)
+    model, _ = load(tmp_path, dtype=torch.float32)
+    layers = packed_layers(model)
+    assert len(layers) == 14
+    assert {layer.format.key for layer in layers.values()} == {f"{method}-32"}
+    plain = AutoModelForCausalLM.from_pretrained(dense)
+    for name, layer in layers.items():
+        plain.get_submodule(name).weight.data = layer.dequantize(torch.float32)
+    assert reference.relative_error(logits(model), logits(plain)) < 1e-5
+    model.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "again")), logits(model))
 
 
 class TestRefusals:

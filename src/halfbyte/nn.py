@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .checkpoints import pack_state, unpack_state
 from .formats import BlockFormat, PackedWeight, get_format, quantize
 from .kernels.registry import DTYPES
-from .ops import _linear_op
+from .ops import linear_op
 
 BNB_FAMILIES = ("nf4", "fp4")
 OWN = ".halfbyte"  # other formats: `weight.halfbyte`, JSON as bytes, says what `weight` and `weight.<part>` are
@@ -118,7 +118,7 @@ class QuantLinear(nn.Linear):
         bias: Tensor | None = self.bias
         if bias is not None and bias.dtype != x.dtype and bias.dtype != torch.float32:
             bias = bias.float()  # exact; the operator adds it before its one rounding
-        result: Tensor = _linear_op(x, self._part_list(), bias, self._format_key, self.out_features, self.in_features)
+        result: Tensor = linear_op(x, self._part_list(), bias, self._format_key, self.out_features, self.in_features)
         return result
 
     def extra_repr(self) -> str:

@@ -35,8 +35,8 @@ _library.define(
     "linear_grad(Tensor grad, Tensor[] parts, str format, int N, int K) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-_linear_op = torch.ops.halfbyte.linear.default
-_linear_grad_op = torch.ops.halfbyte.linear_grad.default
+linear_op = torch.ops.halfbyte.linear.default
+linear_grad_op = torch.ops.halfbyte.linear_grad.default
 
 
 def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
@@ -52,7 +52,7 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tenso
             f"halfbyte.linear: weight must be a PackedWeight, got {type(weight).__name__}; halfbyte.quantize makes one"
         )
     n, k = weight.shape
-    result: Tensor = _linear_op(x, list(weight.parts.values()), bias, weight.format.key, n, k)
+    result: Tensor = linear_op(x, list(weight.parts.values()), bias, weight.format.key, n, k)
     return result
 
 
@@ -223,7 +223,7 @@ class _LinearFunction(torch.autograd.Function):
         _, needs_x, needs_bias, *rest = ctx.needs_input_grad
         x_grad = bias_grad = None
         if needs_x:
-            x_grad = _linear_grad_op(grad, list(ctx.saved_tensors), key, n, k)
+            x_grad = linear_grad_op(grad, list(ctx.saved_tensors), key, n, k)
         if needs_bias:
             bias_grad = grad.reshape(-1, n).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return (None, x_grad, bias_grad, *(None for _ in rest))
@@ -245,9 +245,7 @@ def _below_autograd(
     with torch._C._AutoDispatchBelowAutograd():
         if _is_plain(keyset.raw_repr()):
             return _linear(x, parts, bias, key, n, k)
-        result: Tensor = _linear_op.redispatch(
-            keyset & torch._C._after_autograd_keyset, x, list(parts), bias, key, n, k
-        )
+        result: Tensor = linear_op.redispatch(keyset & torch._C._after_autograd_keyset, x, list(parts), bias, key, n, k)
         return result
 
 
@@ -270,7 +268,7 @@ def _linear_grad_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 def _linear_grad_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     """The gradient of a gradient: the operator is linear in `grad`, so it is the layer without its bias."""
     parts = list(ctx.saved_tensors)
-    return _linear_op(grad, parts, None, *ctx.problem), [None] * len(parts), None, None, None
+    return linear_op(grad, parts, None, *ctx.problem), [None] * len(parts), None, None, None
 
 
 def _autocast(device_type: str, key: DispatchKey) -> Callable[..., Tensor]:
@@ -282,7 +280,7 @@ def _autocast(device_type: str, key: DispatchKey) -> Callable[..., Tensor]:
         with torch._C._ExcludeDispatchKeyGuard(excluded):
             if bias is not None and bias.dtype != torch.float32:
                 bias = bias.to(dtype)
-            result: Tensor = _linear_op(x.to(dtype) if x.dtype in DTYPES else x, parts, bias, format, n, k)
+            result: Tensor = linear_op(x.to(dtype) if x.dtype in DTYPES else x, parts, bias, format, n, k)
             return result
 
     return cast_and_call

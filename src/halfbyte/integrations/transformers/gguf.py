@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,42 +17,31 @@ import numpy as np
 import torch
 from gguf import quants
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
-from ...checkpoints import Checkpoint, CheckpointError, open_checkpoint
+from ...checkpoints import Checkpoint, open_checkpoint
 from ...checkpoints.gguf_file import PLAIN
 from ...checkpoints.gguf_header import read_header
 from ...checkpoints.mapped import MappedFile
 from ...formats import PackedWeight
-from ...nn import QuantLinear
-from .config import HalfbyteConfig
+from .build import build_model
 
 logger = logging.getLogger(__name__)
+ROPE = "rope_freqs.weight"  # in the config for transformers
 EXPERT = re.compile(r"(.+)\[\d+\]")  # a checkpoint's entry for one expert of a fused tensor
 
 
 def load_gguf(path: Path, dtype: torch.dtype, **options: Any) -> tuple[Any, Any]:
-    """See `load`. Raises CheckpointError for an architecture that transformers' older GGUF support does not know."""
+    """See `load`. Raises ValueError for an architecture that transformers does not read from GGUF."""
     checkpoint = open_checkpoint(path)
     origin = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     config = AutoConfig.from_pretrained(**origin)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise CheckpointError(path, "general.architecture", f"{config.model_type} is no causal language model")
     tokenizer = AutoTokenizer.from_pretrained(**origin)
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)
-    packed, tensors = _Reader(path, checkpoint, skeleton).read_all()
-    formats = Counter(weight.format.key for weight in packed.values())
-    if formats:
-        config.quantization_config = HalfbyteConfig(formats.most_common(1)[0][0]).own_dict()
-    for name, weight in packed.items():
-        state = QuantLinear.from_packed(weight).state_dict()
-        tensors |= {name.removesuffix("weight") + key: tensor for key, tensor in state.items()}
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    model = model_class.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype, **options)
-    model.config.name_or_path = str(path)
-    return model, tokenizer
+    packed, dense = _Reader(path, checkpoint, skeleton).read_all()
+    return build_model(path, config, packed, dense, dtype, **options), tokenizer
 
 
 class _Reader:
@@ -85,6 +73,8 @@ class _Reader:
                 decoded.append(gguf_name)
                 weight = weight.dequantize()
             self.change(gguf_name, weight)
+        if lost := [name for name in self.infos if name not in self.names and name != ROPE]:
+            logger.warning(f"halfbyte: transformers has no place in this model for {lost}")
         if decoded:
             logger.warning(f"halfbyte decodes 4-bit tensors that are not the weight of a Linear layer: {decoded}")
         return self.packed, self.dense
@@ -133,7 +123,7 @@ def _names(skeleton: Any, processor: Any, wanted: set[str]) -> dict[str, str]:
     So the model alone is asked first.
     """
     names: dict[str, str] = get_gguf_hf_weights_map(_Childless(skeleton), processor)
-    if wanted <= names.keys() | {"rope_freqs.weight"}:
+    if wanted <= names.keys() | {ROPE}:
         return names
     return dict(get_gguf_hf_weights_map(skeleton, processor))
 
