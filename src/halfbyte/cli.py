@@ -190,13 +190,18 @@ def generate(
         "text": result.text,
         "new_tokens": result.new_tokens,
         "tokens_per_s": result.tokens_per_s,
+        "first_token_s": result.first_token_s,
         "load_s": time.perf_counter() - start - result.seconds,
         "peak_rss_bytes": peak_rss_bytes(),
     }
     if as_json:
         print(json.dumps(record))
     else:
-        notices.print(f"{result.new_tokens} tokens, {result.tokens_per_s:.1f} tokens/s", style="dim", highlight=False)
+        notices.print(
+            f"{result.new_tokens} tokens, {result.tokens_per_s:.1f} tokens/s after the first",
+            style="dim",
+            highlight=False,
+        )
 
 
 def dtype_of(name: str) -> torch.dtype:

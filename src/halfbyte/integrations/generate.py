@@ -12,15 +12,17 @@ import torch
 
 @dataclass(frozen=True)
 class Generated:
-    """What a model said, and how fast: the prompt's pass is in `seconds`, loading is not."""
+    """What a model said, and how fast. Seconds from the call: to the first new token, and to the last; no loading."""
 
     text: str
     new_tokens: int
+    first_token_s: float
     seconds: float
 
     @property
     def tokens_per_s(self) -> float:
-        return self.new_tokens / self.seconds
+        """Of the tokens after the first, whose time is the prompt's; NaN for a single token."""
+        return (self.new_tokens - 1) / (self.seconds - self.first_token_s) if self.new_tokens > 1 else float("nan")
 
 
 def generate(
@@ -61,38 +63,44 @@ def answer(
         options["min_new_tokens"] = min_tokens
     if not sample:  # a checkpoint's sampling settings would only draw warnings
         options |= {"temperature": None, "top_p": None, "top_k": None}
-    if stream is not None:
-        options["streamer"] = _Stream(tokenizer, stream)
+    streamer = _Stream(tokenizer, stream)
     start = time.perf_counter()
     with torch.inference_mode():
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), streamer=streamer, **options)
     seconds = time.perf_counter() - start
     new = out[0, ids.shape[1] :]
-    return Generated(tokenizer.decode(new, skip_special_tokens=True), len(new), seconds)
+    text = tokenizer.decode(new, skip_special_tokens=True)
+    return Generated(text, len(new), streamer.first_token_at - start, seconds)
 
 
 class _Stream:
-    """Prints whole words as tokens come (transformers' streamer interface: put and end)."""
+    """Notes when the first token comes and prints whole words (transformers' streamer interface: put and end)."""
 
-    def __init__(self, tokenizer: Any, file: TextIO) -> None:
+    def __init__(self, tokenizer: Any, file: TextIO | None) -> None:
         self.tokenizer, self.file = tokenizer, file
         self.tokens: list[int] = []
         self.printed = 0
         self.prompt_seen = False
+        self.first_token_at = float("nan")
 
     def put(self, value: torch.Tensor) -> None:
-        if not self.prompt_seen:
+        if not self.prompt_seen:  # the first call brings the prompt
             self.prompt_seen = True
             return
+        if not self.tokens:
+            self.first_token_at = time.perf_counter()
         self.tokens += value.reshape(-1).tolist()
-        text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
-        ready = text.rfind(" ") + 1
-        self._print(text[: max(ready, self.printed)])
+        if self.file is not None:
+            text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
+            ready = text.rfind(" ") + 1
+            self._print(text[: max(ready, self.printed)])
 
     def end(self) -> None:
-        self._print(self.tokenizer.decode(self.tokens, skip_special_tokens=True) + "\n")
+        if self.file is not None:
+            self._print(self.tokenizer.decode(self.tokens, skip_special_tokens=True) + "\n")
 
     def _print(self, text: str) -> None:
+        assert self.file is not None
         self.file.write(text[self.printed :])
         self.file.flush()
         self.printed = len(text)
