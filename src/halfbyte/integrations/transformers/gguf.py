@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
-from ...checkpoints import Checkpoint, open_checkpoint
+from ...checkpoints import Checkpoint, Entry, open_checkpoint
 from ...checkpoints.gguf_file import PLAIN
 from ...checkpoints.gguf_header import read_header
 from ...checkpoints.mapped import MappedFile
@@ -52,7 +53,10 @@ class _Reader:
         self.checkpoint = checkpoint
         architecture = checkpoint.metadata["general.architecture"]
         self.processor: Any = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=skeleton.config.to_dict())
-        self.names = _names(skeleton, self.processor, {_fused_name(entry.name) for entry in checkpoint.entries()})
+        self.entries: dict[str, list[Entry]] = {}  # by the file's own names: several for fused experts
+        for entry in checkpoint.entries():
+            self.entries.setdefault(_fused_name(entry.name), []).append(entry)
+        self.names = _names(skeleton, self.processor, set(self.entries))
         self.linears = {f"{name}.weight" for name, module in skeleton.named_modules() if isinstance(module, nn.Linear)}
         file = MappedFile(path)
         self.file, self.infos = file, read_header(file).tensors
@@ -62,35 +66,40 @@ class _Reader:
     def read_all(self) -> tuple[dict[str, PackedWeight], dict[str, Tensor]]:
         """Model's name -> weight: those that stay packed, and the others."""
         decoded = []
-        for gguf_name in dict.fromkeys(_fused_name(entry.name) for entry in self.checkpoint.entries()):
-            weight = self.read(gguf_name)
+        for gguf_name, entries in self.entries.items():
+            weight: PackedWeight | Tensor
+            weight = self.checkpoint.load(gguf_name) if _single_packed(entries) else self.read_dense(gguf_name)
             if isinstance(weight, PackedWeight):
                 name = self.names.get(gguf_name)
                 rows = self.row_order(gguf_name, weight.shape[0]) if name in self.linears else None
                 if rows is not None and name is not None:
                     self.packed[name] = take_rows(weight, rows)
                     continue
-                decoded.append(gguf_name)
                 weight = weight.dequantize()
+            if entries[0].packed:
+                decoded.append(gguf_name)
             self.change(gguf_name, weight)
-        if lost := [name for name in self.infos if name not in self.names and name != ROPE]:
-            logger.warning(f"halfbyte: transformers has no place in this model for {lost}")
         if decoded:
             logger.warning(f"halfbyte decodes 4-bit tensors that are not the weight of a Linear layer: {decoded}")
+        if lost := [name for name in self.entries if name not in self.names and name != ROPE]:
+            logger.warning(f"halfbyte: transformers has no place in this model for {lost}")
         return self.packed, self.dense
 
-    def read(self, gguf_name: str) -> Tensor | PackedWeight:
-        """An entry; the fp32 values of what is neither 4-bit nor a plain number; the dense stack of fused experts."""
+    def read_dense(self, gguf_name: str) -> Tensor:
+        """A tensor's values: plain numbers as they are, other types in fp32, fused experts as one stack."""
         info = self.infos[gguf_name]
-        experts = [entry.name for entry in self.checkpoint.entries() if _fused_name(entry.name) == gguf_name]
-        if experts != [gguf_name]:
-            parts = [self.checkpoint.load(name) for name in experts]
-            return torch.stack([part.dequantize() if isinstance(part, PackedWeight) else part for part in parts])
-        weight = self.checkpoint.load(gguf_name)
-        if isinstance(weight, PackedWeight) or info.type in PLAIN:
-            return weight
+        entries = self.entries[gguf_name]
+        if entries[0].packed or info.type in PLAIN:
+            parts = [self.checkpoint.load(entry.name) for entry in entries]
+            values = [part.dequantize() if isinstance(part, PackedWeight) else part for part in parts]
+            return torch.stack(values) if entries[0].packed else values[0]
         rows = self.file.tensor(info.start, info.nbytes, gguf_name).view(int(np.prod(info.shape[:-1])), -1)
-        return torch.from_numpy(quants.dequantize(rows.numpy(), info.type)).view(info.shape)
+        try:
+            return torch.from_numpy(quants.dequantize(rows.numpy(), info.type)).view(info.shape)
+        except NotImplementedError:
+            dense = self.checkpoint.load(gguf_name)  # raises, with the type and what to do
+            assert isinstance(dense, Tensor)
+            return dense
 
     def row_order(self, gguf_name: str, n: int) -> Tensor | None:
         """Where transformers takes each row of a matrix from; None if it does more than reorder rows."""
@@ -137,6 +146,11 @@ class _Childless:
 
     def named_children(self) -> list[tuple[str, nn.Module]]:
         return []
+
+
+def _single_packed(entries: Sequence[Entry]) -> bool:
+    """Whether a tensor is one packed matrix, not a stack of them."""
+    return len(entries) == 1 and entries[0].packed and not EXPERT.fullmatch(entries[0].name)
 
 
 def _fused_name(entry: str) -> str:
