@@ -339,6 +339,88 @@ class TestBitsandbytes:
         assert saved["llm_int8_skip_modules"] == ["lm_head"]
 
 
+GGUF_MODELS = {
+    "llama": ("LlamaForCausalLM", {**SMALL, "attention_bias": False}),
+    "qwen2moe": (
+        "Qwen2MoeForCausalLM",
+        {**SMALL, "num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
+    ),
+    "gemma2": ("Gemma2ForCausalLM", {**SMALL, "attention_bias": False, "head_dim": 16}),
+    "gpt2": ("GPT2LMHeadModel", {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 128}),
+}
+
+
+@pytest.mark.parametrize("architecture", GGUF_MODELS)
+def test_gguf_tensors_of_every_kind_of_model(
+    architecture: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Names, row orders, transposed and fused tensors: as transformers' own loader, which decodes all of them."""
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    from halfbyte.checkpoints import open_checkpoint
+    from halfbyte.integrations.transformers.gguf import _Reader
+
+    class_name, options = GGUF_MODELS[architecture]
+    model_class = getattr(transformers, class_name)
+    with torch.device("meta"):
+        skeleton = model_class(model_class.config_class(**options))
+    file = write_gguf(tmp_path / "model.gguf", architecture, skeleton)
+    wanted = load_gguf_checkpoint(file, return_tensors=True, model_to_load=skeleton)["tensors"]
+    packed, dense = _Reader(file, open_checkpoint(file), skeleton).read_all()
+    assert not packed.keys() & dense.keys()
+    assert packed.keys() | dense.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        got = packed[name].dequantize() if name in packed else dense[name]
+        assert torch.equal(got, tensor), name
+    stay = {name.split(".")[-2] for name in packed}
+    if architecture == "gpt2":
+        assert stay == set()  # Conv1D is no Linear, and transposed
+    else:
+        assert {"q_proj", "k_proj", "v_proj", "o_proj"} <= stay
+    assert "decodes 4-bit tensors that are not the weight of a Linear layer" in caplog.text
+    assert ("ffn_up_exps.weight" in caplog.text) == (architecture == "qwen2moe")
+    assert "no place in this model" not in caplog.text
+
+
+def write_gguf(path: Path, architecture: str, skeleton: Any) -> Path:
+    """Random tensors for every name that a model has in GGUF: matrices in Q4_0, the rest in fp32."""
+    import gguf
+    import numpy as np
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+    config = skeleton.config
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_name("random")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(getattr(config, "num_key_value_heads", config.num_attention_heads))
+    writer.add_vocab_size(config.vocab_size)
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
+    shapes = {name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()}
+    rng = np.random.default_rng(0)
+    for gguf_name, name in sorted(get_gguf_hf_weights_map(skeleton, processor).items()):
+        shape = shapes[name]
+        if "exps" in gguf_name and "down" not in gguf_name:
+            shape = (shape[0], shape[1] // 2, shape[2])  # gate and up, which transformers joins
+        elif "shexp" in gguf_name and "inp" in gguf_name:
+            shape = shape[1:]
+        elif architecture == "gpt2" and len(shape) == 2 and name.split(".")[-2].startswith("c_"):
+            shape = shape[::-1]
+        if gguf_name.endswith("_exps"):  # fused parameters have no ".weight" in transformers
+            gguf_name += ".weight"
+        values = rng.standard_normal(shape, dtype=np.float32)
+        if len(shape) == 1 or shape[-1] % 32:
+            writer.add_tensor(gguf_name, values)
+            continue
+        kind = gguf.GGMLQuantizationType.Q4_0
+        writer.add_tensor(gguf_name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
 PROMPTS = (
     "The capital of France is",
     "Write a haiku about memory.",

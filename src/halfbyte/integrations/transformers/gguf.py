@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ class _Reader:
             self.change(gguf_name, weight)
         if decoded:
             logger.warning(f"halfbyte decodes 4-bit tensors that are not the weight of a Linear layer: {decoded}")
-        if lost := [name for name in self.entries if name not in self.names and name != ROPE]:
+        if lost := [name for name in self.entries if not _has_place(name, self.names)]:
             logger.warning(f"halfbyte: transformers has no place in this model for {lost}")
         return self.packed, self.dense
 
@@ -132,9 +132,14 @@ def _names(skeleton: Any, processor: Any, wanted: set[str]) -> dict[str, str]:
     So the model alone is asked first.
     """
     names: dict[str, str] = get_gguf_hf_weights_map(_Childless(skeleton), processor)
-    if wanted <= names.keys() | {ROPE}:
+    if all(_has_place(name, names) for name in wanted):
         return names
     return dict(get_gguf_hf_weights_map(skeleton, processor))
+
+
+def _has_place(gguf_name: str, names: Mapping[str, str]) -> bool:
+    """Whether the model has a parameter for a tensor; fused experts are without ".weight" in transformers' map."""
+    return gguf_name in names or gguf_name.removesuffix(".weight") in names or gguf_name == ROPE
 
 
 class _Childless:
