@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 
+from .device import arch_of
 from .formats import BlockFormat, PackedWeight, get_format
 from .formats.codecs import Part
 from .kernels import Kernel, Problem
@@ -144,11 +145,7 @@ def _weight(spec: _Spec, parts: Sequence[Tensor]) -> PackedWeight:
 def _kernel(spec_key: tuple[str, int, int], dtype: torch.dtype, m: int, device: torch.device) -> Kernel:
     """The planned kernel. Keyed by device, as two GPUs of one machine may differ."""
     key, n, k = spec_key
-    arch = device.type
-    if arch == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        arch = f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
-    return plan(Problem(get_format(key), dtype, m, n, k, arch)).kernel
+    return plan(Problem(get_format(key), dtype, m, n, k, arch_of(device))).kernel
 
 
 def _linear(x: Tensor, parts: Sequence[Tensor], bias: Tensor | None, key: str, n: int, k: int) -> Tensor:
