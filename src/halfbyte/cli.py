@@ -29,6 +29,8 @@ console = Console(width=None if sys.stdout.isatty() else 160)  # a file or pipe 
 notices = Console(stderr=True)
 
 PathArgument = Annotated[Path, typer.Argument(help="A GGUF file, a safetensors file, or a model's directory.")]
+DeviceOption = Annotated[str, typer.Option(help="cpu, cuda or cuda:1.")]
+DEFAULT_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
 
 
@@ -177,6 +179,7 @@ def generate(
     prompt: Annotated[str, typer.Option(help="What to say to the model.")],
     tokens: Annotated[int, typer.Option(help="At most so many new tokens.")] = 128,
     dtype: Annotated[str, typer.Option(help="Activations: bf16, fp16 or fp32.")] = "bf16",
+    device: DeviceOption = DEFAULT_DEVICE,
     sample: Annotated[bool, typer.Option(help="Sample instead of greedy decoding.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -185,7 +188,7 @@ def generate(
     from .lab.measure import peak_rss_bytes
 
     start = time.perf_counter()
-    result = run(path, prompt, tokens, dtype_of(dtype), sample, stream=None if as_json else sys.stdout)
+    result = run(path, prompt, tokens, dtype_of(dtype), device, sample, stream=None if as_json else sys.stdout)
     record = {
         "text": result.text,
         "new_tokens": result.new_tokens,
@@ -219,7 +222,7 @@ def bench_linear_command(
     shapes: Annotated[str, typer.Option(help="NxK of the weights, comma-separated.")] = "4096x4096",
     formats: Annotated[str, typer.Option(help="Format keys, comma-separated.")] = "nf4-64",
     dtype: Annotated[str, typer.Option(help="Activations: bf16, fp16 or fp32.")] = "bf16",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cuda" if torch.cuda.is_available() else "cpu",
+    device: DeviceOption = DEFAULT_DEVICE,
     peers: Annotated[bool, typer.Option(help="Measure torch and bitsandbytes in the same run.")] = True,
     threads: Annotated[int | None, typer.Option(help="CPU threads; torch's own number by default.")] = None,
     seconds: Annotated[float, typer.Option(help="Time spent on each candidate of a problem.")] = 1.0,

@@ -111,8 +111,8 @@ def prepare(files: Files) -> None:
 
 def speak(path: Path) -> dict[str, Any]:
     """The answer to the prompt, and the peak memory of a process that does nothing else."""
-    command = [sys.executable, "-m", "halfbyte", "generate", str(path), "--prompt", PROMPT, "--tokens", "64", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, "-m", "halfbyte", "generate", str(path), "--prompt", PROMPT, "--tokens", "64"]
+    done = subprocess.run([*command, "--device", "cpu", "--json"], capture_output=True, text=True)
     if done.returncode:
         raise ValueError(f"generating failed: {done.stderr.strip()[-500:]}")
     spoken: dict[str, Any] = json.loads(done.stdout)

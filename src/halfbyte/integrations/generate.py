@@ -26,7 +26,13 @@ class Generated:
 
 
 def generate(
-    path: Path, prompt: str, tokens: int, dtype: torch.dtype, sample: bool = False, stream: TextIO | None = None
+    path: Path,
+    prompt: str,
+    tokens: int,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    sample: bool = False,
+    stream: TextIO | None = None,
 ) -> Generated:
     """Load the model at `path` (GGUF file or directory) and answer `prompt` with at most `tokens` new tokens.
 
@@ -34,7 +40,7 @@ def generate(
     """
     from .transformers import load
 
-    model, tokenizer = load(path, dtype=dtype)
+    model, tokenizer = load(path, dtype=dtype, device_map=device)
     return answer(model, tokenizer, prompt, tokens, sample, stream)
 
 

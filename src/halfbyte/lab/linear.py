@@ -55,7 +55,7 @@ def bench_linear(
         on_missing(peers(device)[1])
     for n, k in shapes:
         for key in formats:
-            weight = quantize(torch.randn(n, k), key).to(device)
+            weight = quantize(torch.randn(n, k, device=device), key)
             dtype = DTYPE_NAMES[dtype_name]
             candidates = [_ours(weight, to_exceed)]
             if with_peers:
