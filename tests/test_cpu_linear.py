@@ -115,11 +115,12 @@ def test_one_hot_rows_read_single_weights_back(key: str, isa: str) -> None:
 @pytest.mark.parametrize("key", ["nf4-64", "fp4-4096", "q4_1", "q4_k", "nvfp4", "gptq-128", "awq-32"])
 def test_bits_do_not_depend_on_m_or_threads(key: str, isa: str) -> None:
     weight = random_weight(key, 520, 768, seeded(4))
-    x = torch.randn(64, 768, generator=seeded(5))
-    alone = torch.cat([call(isa, x[i : i + 1], weight, threads=1) for i in range(64)])
-    for m in (2, 3, 7, 8, 12, 33, 64):
-        for threads in (1, 2, 5):
-            assert torch.equal(call(isa, x[:m], weight, threads=threads), alone[:m]), (m, threads)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(64, 768, generator=seeded(5)).to(dtype)
+        alone = torch.cat([call(isa, x[i : i + 1], weight, threads=1) for i in range(64)])
+        for m in (2, 3, 7, 8, 12, 33, 64):
+            for threads in (1, 2, 5):
+                assert torch.equal(call(isa, x[:m], weight, threads=threads), alone[:m]), (dtype, m, threads)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -204,9 +205,10 @@ def test_rows_of_x_near_the_ends_of_the_range(isa: str, dtype: torch.dtype, m: i
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("key", ["nf4-64", "q4_1", "q4_k", "gptq-32", "awq-32"])
-def test_infinity_gives_what_float64_gives(key: str, isa: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_infinity_gives_what_float64_gives(key: str, isa: str, dtype: torch.dtype) -> None:
     weight = random_weight(key, 64, 256, seeded(18))
-    x = torch.randn(3, 256, generator=seeded(19))
+    x = torch.randn(3, 256, generator=seeded(19)).to(dtype)
     x[1, 77] = torch.inf
     out, y = call(isa, x, weight), reference.linear(x, weight)
     assert torch.equal(out[1].double().nan_to_num(nan=7.0), y[1].nan_to_num(nan=7.0))

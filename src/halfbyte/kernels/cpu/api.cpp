@@ -4,12 +4,32 @@
 
 #include "job.hpp"
 #include "threads.hpp"
+#if defined(HB_AMX)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 using namespace halfbyte;
 
 namespace {
 
+#if defined(HB_AMX)
+// The processor has bf16 tiles, and Linux lets this process use their registers (asked for once a process).
+bool amx_available() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+    if (!(d & (1u << 22)) || !(d & (1u << 24))) return false;
+    constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+    static const bool granted = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+    return granted;
+}
+#endif
+
 bool available(const Isa &isa) {
+#if defined(HB_AMX)
+    if (&isa == &amx_isa) return available(avx512_isa) && amx_available();
+#endif
 #if defined(HB_X86)
     if (&isa == &avx2_isa)
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
@@ -21,12 +41,15 @@ bool available(const Isa &isa) {
     return &isa == &portable_isa;
 }
 
-// Fastest first. A NEON source belongs here, between the others and portable.
+// In the order of choice. A NEON source belongs here, between the others and portable.
 const Isa *const isas[] = {
 #if defined(HB_X86)
     &avx512_isa, &avx2_isa,
 #endif
     &portable_isa,
+#if defined(HB_AMX)
+    &amx_isa,  // last: taken only where asked for, as one row of x takes twice as long as on AVX-512
+#endif
 };
 constexpr int COUNT = sizeof isas / sizeof isas[0];
 
@@ -61,7 +84,7 @@ HB_EXPORT int32_t hb_struct_bytes(int32_t which) { return which ? sizeof(HbCall)
 HB_EXPORT void hb_set_gomp(void *gomp_parallel) { set_gomp(gomp_parallel); }
 HB_EXPORT void *hb_get_gomp() { return get_gomp(); }
 
-// Number of instruction sets compiled in; their names, fastest first; whether this processor has them.
+// Number of instruction sets compiled in; their names, in the order of choice; whether this processor has them.
 HB_EXPORT int32_t hb_isa_count() { return COUNT; }
 HB_EXPORT const char *hb_isa_name(int32_t isa) { return isas[isa]->name; }
 HB_EXPORT int32_t hb_isa_available(int32_t isa) { return available(*isas[isa]); }

@@ -56,10 +56,19 @@ inline void unpack_words(const HbWeight &w, int64_t row, int64_t rows, uint8_t *
 // `count` weights of one block: one rounding each.
 HB_INLINE void scale_codes(const uint8_t *codes, int64_t count, const float *codebook, float scale, float offset,
                            bool has_offset, float *out) {
+    int64_t i = 0;
+#if defined(__AVX512F__)
+    const __m512 table = _mm512_loadu_ps(codebook), scales = _mm512_set1_ps(scale), offsets = _mm512_set1_ps(offset);
+    for (; i + 16 <= count; i += 16) {
+        const __m128i narrow = _mm_loadu_si128(reinterpret_cast<const __m128i *>(codes + i));
+        const __m512 values = _mm512_permutexvar_ps(_mm512_cvtepu8_epi32(narrow), table);
+        _mm512_storeu_ps(out + i, has_offset ? _mm512_fmadd_ps(values, scales, offsets) : _mm512_mul_ps(values, scales));
+    }
+#endif
     if (has_offset) {
-        for (int64_t i = 0; i < count; ++i) out[i] = float(double(codebook[codes[i]]) * scale + double(offset));
+        for (; i < count; ++i) out[i] = float(double(codebook[codes[i]]) * scale + double(offset));
     } else {
-        for (int64_t i = 0; i < count; ++i) out[i] = codebook[codes[i]] * scale;
+        for (; i < count; ++i) out[i] = codebook[codes[i]] * scale;
     }
 }
 

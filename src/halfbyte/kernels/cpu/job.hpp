@@ -7,6 +7,7 @@ namespace halfbyte {
 enum Path : int32_t {
     UNITS,    // 128 weights of a row at a time, lanes along K: all records whose rows start on whole blocks
     COLUMNS,  // lanes along N: words of eight
+    TILES,    // AMX: sixteen rows at a time, bf16
     ROWS,     // decode a row, then multiply: whatever the others do not serve
 };
 
@@ -41,7 +42,7 @@ struct Isa {
     int64_t (*decode_floats)(const HbWeight &weight, int64_t rows);
 };
 
-extern const Isa portable_isa, avx2_isa, avx512_isa;
+extern const Isa portable_isa, avx2_isa, avx512_isa, amx_isa;
 
 // Rows of x that are multiplied together from `left` on: all that fit, else the next power of two (zero rows fill up).
 constexpr int block_rows(int64_t left, int most) {

@@ -93,7 +93,7 @@ class Library:
 
     @cached_property
     def isa(self) -> int:
-        """The instruction set to use: the fastest that this processor has, or what HALFBYTE_CPU_ISA asks for.
+        """The instruction set to use: the first that this processor has, or what HALFBYTE_CPU_ISA asks for.
 
         Raises RuntimeError where the one asked for is unknown or this processor lacks it.
         """

@@ -1,0 +1,42 @@
+// AVX-512 with AMX: bf16 activations on tiles, all else as on AVX-512.
+#define HB_ISA amx
+#include "simd_avx512.hpp"
+#include "tiles.hpp"
+
+namespace halfbyte {
+namespace {
+
+void plan(Job &job) {
+    avx512_isa.plan(job);
+    HB_ISA::plan_tiles(job);
+}
+
+void prepare(const Job &job, int64_t row, float *scratch) {
+    if (job.path == TILES)
+        HB_ISA::prepare_tiles(job, row, scratch);
+    else
+        avx512_isa.prepare(job, row, scratch);
+}
+
+void run(const Job &job, int64_t task, float *scratch) {
+    if (job.path != TILES) return avx512_isa.run(job, task, scratch);
+    Job narrow = job;
+    narrow.panel = HB_ISA::PANEL_ROWS;
+    const int64_t panels = job.panel / narrow.panel, all = (job.weight->n + narrow.panel - 1) / narrow.panel;
+    const int64_t end = (task + 1) * panels < all ? (task + 1) * panels : all;
+    for (int64_t panel = task * panels; panel < end; ++panel)
+        HB_ISA::TilePanel(narrow, panel, scratch).run(panel + 1 < end);
+    HB_ISA::run_special(job, task, scratch);  // an infinity times two terms of opposite sign is NaN
+}
+
+void decode(const HbWeight &weight, int64_t row, int64_t rows, void *out, int64_t stride, bool split, float *scratch) {
+    avx512_isa.decode(weight, row, rows, out, stride, split, scratch);
+}
+
+int64_t decode_floats(const HbWeight &weight, int64_t rows) { return avx512_isa.decode_floats(weight, rows); }
+
+}  // namespace
+
+const Isa amx_isa = {"amx", plan, prepare, run, decode, decode_floats};
+
+}  // namespace halfbyte
