@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import subprocess
 import sys
@@ -164,8 +165,8 @@ def test_several_python_threads_at_once() -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("key", ["nf4-64", "nf4-64-nested", "q4_0", "q4_1", "mxfp4_gguf", "nvfp4"])
-def test_unaligned_parts_at_the_end_of_their_memory(key: str, isa: str) -> None:
-    k = 352 if key != "nvfp4" else 336  # a tail that a whole read would run past
+def test_parts_at_odd_addresses(key: str, isa: str) -> None:
+    k = 352 if key != "nvfp4" else 336
     weight = random_weight(key, 5, k, seeded(11))
     codes = weight.codes
     buffer = torch.full((codes.numel() + 3,), 255, dtype=torch.uint8)
@@ -173,6 +174,40 @@ def test_unaligned_parts_at_the_end_of_their_memory(key: str, isa: str) -> None:
     moved = PackedWeight(weight.format, weight.shape, {**weight.parts, "codes": buffer[3:].view(codes.shape)})
     x = torch.randn(3, k, generator=seeded(12))
     assert torch.equal(call(isa, x, moved), call(isa, x, weight))
+
+
+GUARDED: list[mmap.mmap] = []  # kept: tensors look into them
+
+
+def guarded(tensor: Tensor) -> Tensor:
+    """A copy that ends where readable memory ends: reading or writing one byte beyond kills the process."""
+    raw = tensor.contiguous().reshape(-1).view(torch.uint8)
+    pages = -(-raw.numel() // mmap.PAGESIZE) + 1
+    memory = mmap.mmap(-1, pages * mmap.PAGESIZE)
+    GUARDED.append(memory)
+    last = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + (pages - 1) * mmap.PAGESIZE
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(last), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    start = (pages - 1) * mmap.PAGESIZE - raw.numel()
+    torch.frombuffer(memory, dtype=torch.uint8, count=raw.numel(), offset=start).copy_(raw)
+    return torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=start).view(tensor.shape)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="guard pages as Linux has them")
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("key", KEYS)
+def test_nothing_beyond_the_tensors_is_touched(key: str, isa: str) -> None:
+    rows, columns = multiples(key)
+    several = [(5, 352), (8, 576), (3, 333)] if columns == 1 else [(rows * 5, columns * 3), (rows * 33, columns)]
+    for n, k in several:
+        weight = random_weight(key, n, k, seeded(23))
+        parts = {name: guarded(part) for name, part in weight.parts.items()}
+        at_the_end = PackedWeight(weight.format, weight.shape, parts)
+        for dtype in (torch.float32, torch.bfloat16):
+            for m in (1, 5, 20, 70):
+                x = torch.randn(m, k, generator=seeded(24)).to(dtype)
+                out = guarded(torch.zeros(m, n, dtype=dtype))
+                multiply(loaded(), loaded().isas[isa], guarded(x), at_the_end, None, out)
+                assert torch.equal(out, call(isa, x, weight)), (n, k, dtype, m)
 
 
 @pytest.mark.parametrize("isa", ISAS)
