@@ -10,8 +10,15 @@ use `load(path)`, or `from_pretrained(path, config=read_config(path))`. Other fo
 with plain `from_pretrained` wherever this module is imported.
 """
 
-from .config import HalfbyteConfig
-from .loading import load, read_config
-from .quantizer import HalfbyteQuantizer
+import transformers
+from packaging.version import Version
+
+OLDEST = "5.23.0"  # before it the loader casts a dense weight to the packed layer's uint8 before it can be quantised
+if Version(transformers.__version__) < Version(OLDEST):
+    raise ImportError(f"halfbyte needs transformers {OLDEST} or newer, found {transformers.__version__}; upgrade it")
+
+from .config import HalfbyteConfig  # noqa: E402
+from .loading import load, read_config  # noqa: E402
+from .quantizer import HalfbyteQuantizer  # noqa: E402
 
 __all__ = ["HalfbyteConfig", "HalfbyteQuantizer", "load", "read_config"]
