@@ -1,0 +1,522 @@
+"""Launcher of cuda/codebook_mma.cu: up to 64 rows of x times a 4-bit codebook weight, from the checkpoint's layout.
+
+A call costs two dictionary look-ups and one launch: what depends on the weight (tensor maps, scale pointers, grid) is
+bound once and kept, keyed by addresses and shapes alone. Nothing is allocated on the device, so calls on any number of
+streams, in graphs or outside, share nothing but the weight.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from collections import OrderedDict
+from dataclasses import asdict, dataclass, replace
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..formats import BlockFormat, PackedWeight, RecordLayout
+from ..formats.codecs import AbsmaxScale, E8M0Scale, NestedScale
+from . import fallback, nvrtc
+from .registry import Kernel, Problem, register
+
+STEM = "codebook_mma"
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100")
+BULK_COPY = ("sm_90a", "sm_100")  # bulk tensor copies
+CLUSTERS = ("sm_90a", "sm_100")
+PASS_WEIGHTS, CLUSTER_WEIGHTS = 6000, 6000  # what the end of a pass costs, in weights that could be read meanwhile
+MAX_M = 64
+CHUNK_BYTES = 128 << 10  # shared memory from which 16 rows of x fit a launch; more rows are taken in turn
+X_TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+SHARED_LIMIT = {"sm_80": 163 << 10, "sm_86": 99 << 10, "sm_89": 99 << 10}  # of a block; else 227 KiB
+UNIT, TEAM, WARPS, TABLE_BYTES = 64, 4, 16, 65536  # as in the kernel
+BOUND_LAYERS = 4096
+
+
+@dataclass(frozen=True)
+class Config:
+    """The kernel's macros; codebook_mma.cu says what each means."""
+
+    TILES: int
+    GROUPS: int
+    X_ROWS: int
+    STAGES: int
+    SPLIT: int
+    X_TYPE: int
+    TERMS: int
+    BLOCK: int
+    SCALE_KIND: int
+    SCALE_SIDE: int
+    HIGH_FIRST: int
+    OVERLAP: int
+
+    @property
+    def threads(self) -> int:
+        """Sixteen warps multiply; one copies codes, one x; up to two scale x or decode scales."""
+        scaling = 0 if self.X_TYPE == 0 else 1 if self.SCALE_SIDE else 2
+        decoding = 0 if not self.SCALE_SIDE else 2 if self.X_TYPE == 0 else 1
+        return 32 * (WARPS + 2 + scaling + decoding)
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.TILES
+
+    @property
+    def group_blocks(self) -> int:
+        """Scale blocks of a row in a group of stages."""
+        return WARPS * UNIT // self.BLOCK
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block: table, ring, scales, sums, the cluster's sums, nested map, barriers."""
+        x_pitch = 256 * (4 if self.X_TYPE == 2 else 2) + (64 if self.BLOCK == 32 else 16)
+        unscale = 0 if self.X_TYPE == 0 else TEAM * 4
+        ring = self.STAGES * (self.rows * 128 + self.X_ROWS * (x_pitch + unscale))
+        scales = 2 * self.rows * self.group_blocks * 4
+        sums = 8 * 4 * self.TILES * 128 if self.TERMS == 2 else 0
+        peers = (self.SPLIT - 1) * 4 * self.TILES * self.GROUPS * 128
+        nested = 1024 if self.SCALE_KIND == 1 else 0
+        barriers = 16 * (self.STAGES + 3) + 8 * self.STAGES
+        return TABLE_BYTES + ring + scales + sums + peers + nested + barriers
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How a weight is cut: `blocks` blocks; each cluster of SPLIT owns `slab` rows, each block of it `units` of K."""
+
+    blocks: int
+    slab: int
+    units: int
+
+
+class _TensorMap(ctypes.Structure):
+    _fields_ = (("opaque", ctypes.c_uint64 * 16),)
+
+
+class _Codebook(ctypes.Structure):
+    _fields_ = (("high", ctypes.c_uint16 * 16), ("low", ctypes.c_uint16 * 16), ("inverse", ctypes.c_float))
+
+
+class _Scales(ctypes.Structure):
+    _fields_ = (
+        ("values", ctypes.c_void_p),
+        ("outer", ctypes.c_void_p),
+        ("map", ctypes.c_void_p),
+        ("offset", ctypes.c_void_p),
+        ("shift", ctypes.c_int),
+        ("aligned", ctypes.c_int),
+    )
+
+
+class _Problem(ctypes.Structure):
+    _fields_ = (
+        ("codes", ctypes.c_void_p),
+        ("x", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("x_stride", ctypes.c_longlong),
+        ("m", ctypes.c_int),
+        ("n", ctypes.c_int),
+        ("k", ctypes.c_int),
+        ("bias_is_fp32", ctypes.c_int),
+        ("slab", ctypes.c_int),
+        ("units", ctypes.c_int),
+    )
+
+
+def scale_kind(format: BlockFormat) -> int | None:
+    """The kernel's SCALE_KIND of a format, or None where it has none."""
+    kinds = {AbsmaxScale: 0, NestedScale: 1, E8M0Scale: 2}
+    return None if format.offset is not None else kinds.get(type(format.scale))
+
+
+def reason_against(problem: Problem) -> str | None:
+    """Why this kernel cannot serve a problem, or None."""
+    format, layout = problem.format, problem.format.layout
+    if problem.arch not in ARCHITECTURES:
+        return f"runs on {', '.join(ARCHITECTURES)}, not on {problem.arch}"
+    if problem.m > MAX_M:
+        return f"is for M up to {MAX_M}, got {problem.m}"
+    if not isinstance(layout, RecordLayout) or layout.elements != 2:
+        return f"reads planar codes, two to a byte; {format.key} has another layout"
+    if scale_kind(format) is None:
+        return f"reads fp32, nested and E8M0 scales without offsets; {format.key} has others"
+    if format.blocksize < 32 or format.blocksize & (format.blocksize - 1):
+        return f"needs a power of two of at least 32 weights a scale, {format.key} has {format.blocksize}"
+    if problem.k % UNIT:
+        return f"needs K in multiples of {UNIT}, got K = {problem.k}"
+    try:
+        configure(format, problem.dtype, min(problem.m, _chunk(problem.arch)), problem.n, problem.k, problem.arch, 132)
+    except ValueError as error:
+        return str(error)
+    return nvrtc.missing()
+
+
+def _chunk(arch: str) -> int:
+    """Rows of x that one launch takes."""
+    return 8 if SHARED_LIMIT.get(arch, CHUNK_BYTES) < CHUNK_BYTES else 16
+
+
+def predicted_seconds(problem: Problem) -> float:
+    """Bytes at four fifths of an H200's read rate, more for more rows of x, and what a launch costs."""
+    bits = 4 + 32 / problem.format.blocksize
+    return 2.5e-6 + problem.n * problem.k * bits / 8 / 3.6e12 * (1 + max(0, problem.m - 8) / 6)
+
+
+def _ceil_div(value: int, by: int) -> int:
+    return -(-value // by)
+
+
+@lru_cache(maxsize=4096)
+def cut(n: int, k: int, tiles: int, split: int, slots: int) -> tuple[int, Grid]:
+    """(tiles, grid): how `slots` resident blocks share a weight [n, k] in clusters of `split`, evenly.
+
+    tiles: the most 16-row tiles that a pass may hold. A slab takes one pass or more, each of as many tiles.
+    """
+    slab_tiles = _ceil_div(n, 16 * (slots // split))  # 16-row tiles that each cluster must take
+
+    def work(used: int) -> float:
+        return _ceil_div(slab_tiles, used) * used * (1 + 0.3 / used)  # x and the ring's barriers cost a warp each time
+
+    used = min(range(1, tiles + 1), key=work)
+    slab = 16 * used * _ceil_div(slab_tiles, used)
+    units = _ceil_div(_ceil_div(k, UNIT), split)
+    return used, Grid(_ceil_div(n, slab) * split, slab, _ceil_div(units, TEAM) * TEAM)
+
+
+@lru_cache(maxsize=4096)
+def best_split(n: int, k: int, arch: str, slots: int) -> int:
+    """Blocks of a cluster that share K: what gives the busiest block the least to do.
+
+    Does not look at M or at the configuration otherwise, as it decides the order of summation.
+    """
+    if arch not in CLUSTERS:
+        return 1
+
+    def work(split: int) -> float:
+        used, grid = cut(n, k, 8, split, slots)
+        passes = grid.slab // (16 * used)
+        overhead = PASS_WEIGHTS * passes + (CLUSTER_WEIGHTS if split > 1 else 0)
+        return grid.slab * grid.units * UNIT * (1 + 0.3 / used) + overhead
+
+    return min((1, 2), key=work)
+
+
+def configure(
+    format: BlockFormat,
+    dtype: torch.dtype,
+    m: int,
+    n: int,
+    k: int,
+    arch: str,
+    multiprocessors: int,
+    strict: bool = False,
+    side: bool = False,
+) -> tuple[Config, Grid]:
+    """The configuration and the grid for the rows of x of one launch (`_chunk`), of a problem this kernel supports.
+
+    side: whether the scales cannot be copied as they are (see `copies_scales`).
+    """
+    block = min(format.blocksize, UNIT)
+    groups = _ceil_div(m, 8)
+    terms = 2 if strict or dtype == torch.float32 else 1
+    split = best_split(n, k, arch, multiprocessors)
+    room = SHARED_LIMIT.get(arch, 227 << 10)
+    for limit in range(_most_tiles(arch, m, terms, block), 0, -1):
+        tiles, grid = cut(n, k, limit, split, multiprocessors)
+        config = Config(
+            TILES=tiles,
+            GROUPS=groups,
+            X_ROWS=1 << (m - 1).bit_length() if groups == 1 else 8 * groups,
+            STAGES=4,
+            SPLIT=split,
+            X_TYPE=X_TYPES[dtype],
+            TERMS=terms,
+            BLOCK=block,
+            SCALE_KIND=_known_kind(format),
+            SCALE_SIDE=int(side),
+            HIGH_FIRST=int(_layout(format).high_first),
+            OVERLAP=int(arch in BULK_COPY),
+        )
+        if config.shared_bytes <= room:
+            return with_stages(config, room), grid
+    raise ValueError(f"{STEM}: no configuration fits the {room} bytes of shared memory of {arch}")
+
+
+def _most_tiles(arch: str, m: int, terms: int, block: int) -> int:
+    """Tiles beyond which registers spill (read from the SASS), or only one group of stages fits the ring."""
+    most = 3 if m > 8 or terms == 2 else 4 if block == 32 else 7 if m > 4 else 8
+    if arch == "sm_90a":
+        return most
+    return 1 if terms == 2 else min(most - 1, 3 if arch == "sm_100" and m > 2 else 6)
+
+
+def with_stages(config: Config, room: int) -> Config:
+    """The configuration with as many stages, 4 to 16 in whole groups, as `room` bytes of shared memory hold."""
+    stages = 16
+    while stages > 4 and replace(config, STAGES=stages).shared_bytes > room:
+        stages -= 4
+    return replace(config, STAGES=stages)
+
+
+def copies_scales(weight: PackedWeight, arch: str) -> bool:
+    """Whether bulk copies can bring the scales: fp32, one for each block, rows and address in 16 bytes."""
+    format, (_, k) = weight.format, weight.shape
+    return (
+        arch in BULK_COPY
+        and scale_kind(format) == 0
+        and format.blocksize <= UNIT
+        and k % (4 * format.blocksize) == 0
+        and weight.parts["absmax"].data_ptr() % 16 == 0
+    )
+
+
+def _known_kind(format: BlockFormat) -> int:
+    kind = scale_kind(format)
+    if kind is None:
+        raise ValueError(f"{STEM} does not read the scales of {format.key}")
+    return kind
+
+
+def _layout(format: BlockFormat) -> RecordLayout:
+    if not isinstance(format.layout, RecordLayout):
+        raise ValueError(f"{STEM} does not read the codes of {format.key}")
+    return format.layout
+
+
+@cache
+def table_factor(codebook: tuple[float, ...]) -> float:
+    """The constant by which a codebook is multiplied before it is rounded to fp16, chosen so that it rounds well.
+
+    1 where all entries are exact already; else the best of 4096 factors between 1 and 2 of the largest entry (a power
+    of two more changes nothing). Its inverse goes into the fp32 scales.
+    """
+    values = torch.tensor(codebook, dtype=torch.float64)
+    if bool((values.half().double() == values).all()):
+        return 1.0
+    factors = torch.linspace(1, 2, 4097, dtype=torch.float64)[:-1] / values.abs().max()
+    factors = factors.float().double().unsqueeze(1)
+    scaled = values * factors
+    errors = ((scaled.half().double() - scaled) / factors).square().sum(1)
+    return float(factors[errors.argmin(), 0])
+
+
+@cache
+def _codebook(codebook: tuple[float, ...], terms: int) -> _Codebook:
+    """The table as the kernel takes it: fp16 bits, and with two terms what they miss, 2^11 times larger."""
+    factor = 1.0 if terms == 2 else table_factor(codebook)
+    scaled = torch.tensor(codebook, dtype=torch.float64) * factor
+    high = scaled.half()
+    low = ((scaled - high.double()) * 2048).half()
+    bits = [[value & 0xFFFF for value in part.view(torch.int16).tolist()] for part in (high, low)]
+    return _Codebook((ctypes.c_uint16 * 16)(*bits[0]), (ctypes.c_uint16 * 16)(*bits[1]), 1 / factor)
+
+
+class Bound:
+    """The kernel bound to one weight, dtype and class of M; `launch` fills in the rest."""
+
+    def __init__(self, weight: PackedWeight, config: Config, grid: Grid, arch: str, device: int) -> None:
+        from cuda.bindings import driver
+
+        self._driver = driver
+        self._lock = threading.Lock()
+        self.config, self.grid = config, grid
+        n, k = weight.shape
+        self._kernel = nvrtc.load(STEM, arch, asdict(config), device, config.shared_bytes)
+        self._code_map = self._scale_map = _TensorMap()
+        if arch in BULK_COPY:
+            self._code_map = _tensor_map(weight.codes, n, k // 2, config.rows, 128)
+        if not config.SCALE_SIDE:
+            self._scale_map = _tensor_map(
+                weight.parts["absmax"], n, k // config.BLOCK, config.rows, config.group_blocks
+            )
+        self._codebook = _codebook(weight.format.codebook, config.TERMS)
+        self._scales = _scales(weight)
+        self._problem = _Problem(codes=weight.codes.data_ptr(), n=n, k=k, slab=grid.slab, units=grid.units)
+        fields = (self._code_map, self._scale_map, self._codebook, self._scales, self._problem)
+        self._pointers = (ctypes.c_void_p * len(fields))(*(ctypes.addressof(field) for field in fields))
+        self._address = ctypes.addressof(self._pointers)
+        self._plain, self._overlapping = self._launch_config(False), self._launch_config(bool(config.OVERLAP))
+
+    def _launch_config(self, overlap: bool) -> Any:
+        driver, launch = self._driver, self._driver.CUlaunchConfig()
+        launch.gridDimX, launch.gridDimY, launch.gridDimZ = self.grid.blocks, 1, 1
+        launch.blockDimX, launch.blockDimY, launch.blockDimZ = self.config.threads, 1, 1
+        launch.sharedMemBytes = self.config.shared_bytes
+        if overlap:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            launch.attrs = [attribute]
+            launch.numAttrs = 1
+        return launch
+
+    def launch(self, x: Tensor, bias: Tensor | None, out: Tensor, overlap: bool = False) -> None:
+        """x [m, k] with 16-byte aligned rows, bias [n] of x's dtype or fp32, contiguous out [m, n]; on x's device.
+
+        overlap: the weight was not written by the kernel before this one, so it may be read while that one ends.
+        """
+        problem, launch = self._problem, self._overlapping if overlap else self._plain
+        stream = torch._C._cuda_getCurrentRawStream(x.device.index)
+        with self._lock:  # the driver copies the parameters before it returns
+            problem.x, problem.out, problem.m, problem.x_stride = x.data_ptr(), out.data_ptr(), x.shape[0], x.stride(0)
+            problem.bias = None if bias is None else bias.data_ptr()
+            problem.bias_is_fp32 = bias is not None and bias.dtype == torch.float32
+            launch.hStream = stream
+            (error,) = self._driver.cuLaunchKernelEx(launch, self._kernel, self._address, 0)
+        if error:
+            raise RuntimeError(f"{STEM}: launch failed with {error.name} for {self.config}")
+
+
+class _Cache:
+    """Bound layers by what they are made of: addresses, shapes, dtype, class of M. The least used go first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bound: OrderedDict[tuple[Any, ...], Bound] = OrderedDict()
+
+    def get(self, weight: PackedWeight, dtype: torch.dtype, m: int, strict: bool) -> Bound:
+        key = (
+            weight.format.key,
+            weight.shape,
+            tuple(part.data_ptr() for part in weight.parts.values()),
+            weight.device.index,
+            dtype,
+            (m - 1).bit_length(),
+            strict,
+        )
+        with self._lock:
+            bound = self._bound.get(key)
+            if bound is not None:
+                self._bound.move_to_end(key)
+                return bound
+        bound = bind(weight, dtype, m, strict)
+        with self._lock:
+            self._bound[key] = bound
+            while len(self._bound) > BOUND_LAYERS:
+                self._bound.popitem(last=False)
+        return bound
+
+
+_cache = _Cache()
+
+
+@cache
+def _device(index: int) -> tuple[str, int]:
+    """Architecture and number of multiprocessors of a CUDA device."""
+    properties = torch.cuda.get_device_properties(index)
+    capability = (properties.major, properties.minor)
+    suffix = "a" if capability == (9, 0) else ""
+    return f"sm_{capability[0]}{capability[1]}{suffix}", properties.multi_processor_count
+
+
+def bind(weight: PackedWeight, dtype: torch.dtype, m: int, strict: bool = False) -> Bound:
+    """Compile or find the kernel for a weight on a GPU and m rows of x, at most `_chunk`; not inside graph capture."""
+    device = weight.device.index
+    arch, multiprocessors = _device(device)
+    n, k = weight.shape
+    side = not copies_scales(weight, arch)
+    config, grid = configure(weight.format, dtype, m, n, k, arch, multiprocessors, strict, side)
+    return Bound(weight, config, grid, arch, device)
+
+
+# By the address of its codes: a weight, its parts' versions at the last launch, and the streams of such launches.
+_Seen = tuple["weakref.ref[Tensor]", tuple[int, ...], set[int]]
+_launched: OrderedDict[int, _Seen] = OrderedDict()
+
+
+def _settled(weight: PackedWeight) -> bool:
+    """Whether no kernel right before this launch can be writing the weight, so that it may be read while that one ends.
+
+    So it is if the weight has not changed since a launch on the same stream. Inside graph capture a launch on any
+    stream will do: a kernel of the graph that writes the weight would have changed its version while captured.
+    """
+    codes = weight.codes
+    try:
+        versions = tuple(part._version for part in weight.parts.values())
+    except RuntimeError:  # inference tensors keep no version
+        return False
+    stream = torch._C._cuda_getCurrentRawStream(codes.device.index)
+    seen = _launched.get(codes.data_ptr())
+    if seen is not None and seen[0]() is codes and seen[1] == versions:
+        if stream in seen[2] or torch.cuda.is_current_stream_capturing():
+            return True
+        seen[2].add(stream)
+        return False
+    _launched[codes.data_ptr()] = (weakref.ref(codes), versions, {stream})
+    while len(_launched) > 4 * BOUND_LAYERS:
+        _launched.popitem(last=False)
+    return False
+
+
+def run(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, strict: bool = False) -> None:
+    """See registry.Run. Weights at odd addresses (views that are not 16-byte aligned) go to the fallback."""
+    if weight.codes.data_ptr() % 16 or any(part.data_ptr() % part.element_size() for part in weight.parts.values()):
+        fallback.run(x, weight, bias, out)
+        return
+    if x.data_ptr() % 16 or x.stride(0) * x.element_size() % 16 or x.stride(1) != 1:
+        x = x.clone(memory_format=torch.contiguous_format)
+    overlap = _settled(weight)
+    chunk = _chunk(_device(weight.device.index)[0])
+    if x.shape[0] <= chunk:
+        _cache.get(weight, x.dtype, x.shape[0], strict).launch(x, bias, out, overlap)
+        return
+    for first in range(0, x.shape[0], chunk):
+        rows = slice(first, min(x.shape[0], first + chunk))
+        bound = _cache.get(weight, x.dtype, rows.stop - rows.start, strict)
+        bound.launch(x[rows], bias, out[rows], overlap or first > 0)
+
+
+register(
+    Kernel(
+        name=STEM,
+        backend="cuda",
+        about="tensor cores on 4-bit codebook weights in place, for few rows of x",
+        supports=reason_against,
+        cost=predicted_seconds,
+        run=run,
+        batch_invariant_to=MAX_M,
+    )
+)
+
+
+def _scales(weight: PackedWeight) -> _Scales:
+    format, parts = weight.format, weight.parts
+    kind = _known_kind(format)
+    values = parts["scales" if kind == 2 else "absmax"]
+    block = min(format.blocksize, UNIT)
+    aligned = format.blocksize == block and weight.shape[1] % (4 * block) == 0 and values.data_ptr() % 4 == 0
+    result = _Scales(values=values.data_ptr(), shift=(format.blocksize // block).bit_length() - 1, aligned=aligned)
+    if kind == 1:
+        result.outer = parts["nested_absmax"].data_ptr()
+        result.map = parts["nested_quant_map"].data_ptr()
+        result.offset = parts["nested_offset"].data_ptr()
+    return result
+
+
+def _tensor_map(matrix: Tensor, rows: int, columns: int, box_rows: int, box_columns: int) -> _TensorMap:
+    """A map for bulk copies of boxes, 64 or 128 bytes wide, out of a uint8 or fp32 matrix; chunks swizzled by row."""
+    from cuda.bindings import driver
+
+    types, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
+    size = matrix.element_size()
+    swizzle = {64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B, 128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B}[box_columns * size]
+    result = nvrtc.check(
+        driver.cuTensorMapEncodeTiled(
+            types.CU_TENSOR_MAP_DATA_TYPE_UINT8 if size == 1 else types.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+            2,
+            matrix.data_ptr(),
+            [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],
+            [driver.cuuint64_t(columns * size)],
+            [driver.cuuint32_t(box_columns), driver.cuuint32_t(box_rows)],
+            [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            swizzle,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+    return _TensorMap.from_buffer_copy(ctypes.string_at(result.getPtr(), ctypes.sizeof(_TensorMap)))

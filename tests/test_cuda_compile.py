@@ -1,0 +1,210 @@
+"""Every CUDA kernel compiles for each architecture it declares, without local memory and with the widths meant."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from halfbyte.formats import get_format
+from halfbyte.kernels import Problem, codebook_mma, nvrtc
+from halfbyte.lab import sass
+
+pytestmark = pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# key, dtype, m, n, k, strict, scales decoded aside
+CASES = [
+    ("nf4", BF16, 1, 16384, 16384, False, False),
+    ("nf4", FP16, 1, 16384, 16384, False, False),
+    ("nf4", BF16, 1, 4096, 4096, False, False),
+    ("nf4", BF16, 4, 16384, 16384, False, False),
+    ("nf4", BF16, 8, 14336, 4096, False, False),
+    ("nf4", FP16, 8, 4096, 14336, False, False),
+    ("nf4", BF16, 16, 12288, 4096, False, False),
+    ("nf4-64-nested", BF16, 1, 16384, 16384, False, True),
+    ("nf4-64-nested", FP16, 8, 14336, 4096, False, True),
+    ("nf4-32", BF16, 1, 4096, 4096, False, False),
+    ("nf4-4096", BF16, 1, 300, 576, False, True),
+    ("mxfp4", BF16, 8, 14336, 4096, False, True),
+    ("nf4", BF16, 1, 16384, 16384, True, False),
+    ("nf4-64-nested", FP32, 8, 4096, 4096, False, True),
+]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path_factory.getbasetemp() / "cubins"))
+    nvrtc.cache_folder.cache_clear()
+
+
+def macros(case: tuple[Any, ...], arch: str) -> dict[str, int]:
+    key, dtype, m, n, k, strict, side = case
+    side = side or arch not in codebook_mma.BULK_COPY
+    m = min(m, codebook_mma._chunk(arch))
+    try:
+        config, _ = codebook_mma.configure(get_format(key), dtype, m, n, k, arch, 132, strict, side)
+    except ValueError as error:
+        pytest.skip(str(error))
+    return asdict(config)
+
+
+@pytest.mark.parametrize("arch", codebook_mma.ARCHITECTURES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_no_local_memory_and_the_widths_meant(case: tuple[Any, ...], arch: str) -> None:
+    code = sass.disassemble(nvrtc.compile("codebook_mma", arch, macros(case, arch)))
+    assert not code.local_memory()
+    loop = sass.count(code.main_loop())
+    tiles, terms = macros(case, arch)["TILES"], macros(case, arch)["TERMS"]
+    assert loop["HMMA"] >= 4 * tiles * terms
+    narrow = [name for name in loop if name.startswith(("LD", "ST")) and any(w in name for w in (".U8", ".U16", ".S8"))]
+    assert not narrow, f"byte or half loads in the main loop: {narrow}"
+    assert not [name for name in loop if name.startswith(("LDG", "STG"))], "the main loop lives in shared memory"
+    if macros(case, arch)["BLOCK"] == 64:
+        assert loop["LDS.64"] >= 2 * tiles, "codes are read 8 bytes a lane and row"
+    assert loop["LDS.128"] >= 2, "x is read 16 bytes a lane"
+
+
+@pytest.mark.parametrize("arch", codebook_mma.BULK_COPY)
+def test_codes_come_by_bulk_copy(arch: str) -> None:
+    code = sass.disassemble(nvrtc.compile("codebook_mma", arch, macros(CASES[0], arch)))
+    assert sass.count(code.instructions)["UTMALDG"] >= 2
+
+
+def test_codes_come_16_bytes_at_a_time_before_hopper() -> None:
+    code = sass.disassemble(nvrtc.compile("codebook_mma", "sm_80", macros(CASES[0], "sm_80")))
+    copies = [name for name in sass.count(code.instructions) if name.startswith("LDGSTS")]
+    assert copies
+    assert all(".128" in name for name in copies)
+
+
+def test_supports_says_why_not() -> None:
+    nf4 = get_format("nf4")
+    assert codebook_mma.reason_against(Problem(nf4, BF16, 1, 64, 64, "sm_90a")) is None
+    for problem, word in [
+        (Problem(nf4, BF16, 1, 64, 64, "sm_75"), "sm_75"),
+        (Problem(nf4, BF16, 65, 64, 64, "sm_90a"), "65"),
+        (Problem(nf4, BF16, 1, 64, 96, "sm_90a"), "K = 96"),
+        (Problem(get_format("q4_0"), BF16, 1, 64, 64, "sm_90a"), "q4_0"),
+        (Problem(get_format("nvfp4"), BF16, 1, 64, 64, "sm_90a"), "nvfp4"),
+    ]:
+        reason = codebook_mma.reason_against(problem)
+        assert reason is not None
+        assert word in reason
+
+
+@pytest.mark.parametrize("n", [16, 96, 1000, 4096, 14336, 65536, 151936])
+@pytest.mark.parametrize("k", [64, 576, 4096, 14336, 32768])
+def test_every_row_and_unit_is_someones(n: int, k: int) -> None:
+    splits = set()
+    for m in (1, 2, 5, 8, 16):
+        config, grid = codebook_mma.configure(get_format("nf4"), BF16, m, n, k, "sm_90a", 132)
+        assert grid.blocks <= 132
+        assert grid.slab % config.rows == 0
+        assert grid.blocks // config.SPLIT * grid.slab >= n
+        assert grid.units * config.SPLIT * codebook_mma.UNIT >= k
+        assert config.shared_bytes <= 227 << 10
+        splits.add((config.SPLIT, grid.units))
+    assert len(splits) == 1, "the order of summation must not depend on M"
+
+
+def test_structs_are_what_the_kernel_takes() -> None:
+    assert ctypes.sizeof(codebook_mma._TensorMap) == 128
+    assert ctypes.sizeof(codebook_mma._Codebook) == 68
+    assert ctypes.sizeof(codebook_mma._Scales) == 40
+    assert ctypes.sizeof(codebook_mma._Problem) == 64
+
+
+@pytest.mark.parametrize("key", ["nf4", "fp4", "mxfp4"])
+def test_scaled_table_is_finer_than_a_rounded_one(key: str) -> None:
+    codebook = torch.tensor(get_format(key).codebook, dtype=torch.float64)
+    factor = codebook_mma.table_factor(get_format(key).codebook)
+    scaled = (codebook * factor).half().double() / factor
+    plain = codebook.half().double()
+    assert (scaled - codebook).norm() <= (plain - codebook).norm()
+    assert ((scaled - codebook).abs() <= codebook.abs() * 2**-11).all()
+
+
+# ---- the cache on disk
+
+SOURCE = 'extern "C" __global__ void tiny(int* out) { *out = VALUE; }'
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "tiny.cu").write_text(SOURCE)
+    monkeypatch.setattr(nvrtc, "SOURCES", tmp_path)
+    monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(nvrtc, "_cubins", {})
+    nvrtc.cache_folder.cache_clear()
+    nvrtc._source.cache_clear()
+    return tmp_path / "cache"
+
+
+def test_a_second_process_compiles_nothing(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = nvrtc.compile("tiny", "sm_90a", {"VALUE": 1})
+    monkeypatch.setattr(nvrtc, "_cubins", {})
+    monkeypatch.setattr(nvrtc, "_compile", lambda *arguments: pytest.fail("compiled again"))
+    assert nvrtc.compile("tiny", "sm_90a", {"VALUE": 1}) == first
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: b"", lambda data: data[:-1] + b"\xff"])
+def test_a_damaged_entry_is_rebuilt(tiny: Path, monkeypatch: pytest.MonkeyPatch, damage: object) -> None:
+    first = nvrtc.compile("tiny", "sm_90a", {"VALUE": 1})
+    (entry,) = tiny.glob("*.cubin")
+    entry.write_bytes(damage(entry.read_bytes()))  # type: ignore[operator]
+    monkeypatch.setattr(nvrtc, "_cubins", {})
+    assert nvrtc.compile("tiny", "sm_90a", {"VALUE": 1}) == first
+    assert nvrtc._read(entry) == first
+
+
+def test_other_options_architectures_and_sources_are_other_entries(tiny: Path) -> None:
+    nvrtc.compile("tiny", "sm_90a", {"VALUE": 1})
+    nvrtc.compile("tiny", "sm_90a", {"VALUE": 2})
+    nvrtc.compile("tiny", "sm_80", {"VALUE": 1})
+    (tiny.parent / "tiny.cu").write_text(SOURCE + " // changed")
+    nvrtc._source.cache_clear()
+    nvrtc.compile("tiny", "sm_90a", {"VALUE": 1})
+    assert len(list(tiny.glob("*.cubin"))) == 4
+
+
+def test_a_refusal_carries_the_compilers_log(tiny: Path) -> None:
+    with pytest.raises(nvrtc.CompileError, match="nonsense"):
+        nvrtc.compile("tiny", "sm_90a", {"VALUE": "nonsense"})  # type: ignore[dict-item]
+
+
+def test_a_folder_that_cannot_be_written_falls_back_with_a_notice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "file" / "below"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    nvrtc.cache_folder.cache_clear()
+    with pytest.warns(UserWarning, match="HALFBYTE_CACHE"):
+        folder = nvrtc.cache_folder()
+    assert folder.parent == tmp_path
+    nvrtc.cache_folder.cache_clear()
+
+
+def test_many_processes_at_once(tiny: Path) -> None:
+    script = (
+        "from pathlib import Path; from halfbyte.kernels import nvrtc; import hashlib, sys;"
+        f"nvrtc.SOURCES = Path({str(tiny.parent)!r});"
+        "print(hashlib.sha256(nvrtc.compile('tiny', 'sm_90a', {'VALUE': 7})).hexdigest())"
+    )
+    source = str(Path(codebook_mma.__file__).parents[2])
+    environment = {**os.environ, "HALFBYTE_CACHE": str(tiny), "PYTHONPATH": source}
+    runs = [
+        subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment)
+        for _ in range(3)
+    ]
+    assert len({run.communicate(timeout=300)[0] for run in runs}) == 1
+    assert all(run.returncode == 0 for run in runs)
+    assert len(list(tiny.iterdir())) == 1
