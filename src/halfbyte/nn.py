@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from .checkpoints import pack_state, unpack_state
+from .checkpoints.own import LABEL, pack_own, unpack_own
 from .formats import BlockFormat, PackedWeight, get_format, quantize
 from .kernels.registry import DTYPES
 from .ops import linear_op
 
 BNB_FAMILIES = ("nf4", "fp4")
-OWN = ".halfbyte"  # other formats: `weight.halfbyte`, JSON as bytes, says what `weight` and `weight.<part>` are
-MAX_OWN_BYTES = 4096
 
 
 class QuantLinear(nn.Linear):
@@ -175,9 +174,7 @@ class QuantLinear(nn.Linear):
             tensors = pack_state(self.packed, name, str(self.weight_dtype).removeprefix("torch."))
             destination.update((key, tensor) for key, tensor in tensors.items() if key != name)
         else:
-            destination.update((f"{name}.{part}", getattr(self, part)) for part in self._buffer_names)
-            label = json.dumps({"format": self._format_key, "shape": list(self._shape)}).encode()
-            destination[name + OWN] = torch.frombuffer(bytearray(label), dtype=torch.uint8)
+            destination.update((key, tensor) for key, tensor in pack_own(self.packed, name).items() if key != name)
 
     def _load_from_state_dict(
         self,
@@ -231,26 +228,9 @@ def read_weight(tensors: dict[str, Tensor], name: str, where: str) -> PackedWeig
             f"{where}: {name}: is {weight.dtype} {list(weight.shape)} without scales, not a 4-bit weight; "
             "QuantLinear.from_linear quantises a dense layer"
         )
-    label = members.pop(name + OWN, None)
-    if label is None:
-        return unpack_state(tensors, name, where)
-    try:
-        format, shape = _read_label(label)
-        parts = {key.removeprefix(name + "."): tensor for key, tensor in members.items()}
-        return PackedWeight(format, shape, {**parts, format.layout.part: tensors[name]})
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{where}: {name}: {error}") from error
-
-
-def _read_label(label: Tensor) -> tuple[BlockFormat, tuple[int, int]]:
-    """The format and shape in the bytes of `weight.halfbyte`."""
-    if label.dtype != torch.uint8 or label.dim() != 1 or label.numel() > MAX_OWN_BYTES:
-        raise ValueError(f"'weight{OWN}' must be at most {MAX_OWN_BYTES} bytes, got {label.dtype} {list(label.shape)}")
-    content = json.loads(bytes(label.tolist()))
-    shape = content.get("shape") if isinstance(content, dict) else None
-    if not isinstance(shape, list) or len(shape) != 2 or not all(type(size) is int for size in shape):
-        raise ValueError(f"'weight{OWN}' must hold a format and a shape [N, K], got {str(content)[:80]}")
-    return get_format(str(content.get("format"))), (shape[0], shape[1])
+    if name + LABEL in members:
+        return unpack_own(tensors, name, where)
+    return unpack_state(tensors, name, where)
 
 
 def stored_dtype(tensors: dict[str, Tensor], name: str) -> torch.dtype | None:

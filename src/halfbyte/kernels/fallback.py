@@ -22,8 +22,8 @@ def run(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor) -> No
 
 
 def cost(problem: Problem) -> float:
-    """Some 2 ns a weight of torch operations on a CPU core, measured; a GPU is slower than its bandwidth by as much."""
-    return problem.n * problem.k * (2e-9 if problem.arch == "cpu" else 5e-11)
+    """A dozen torch operations, and some 2 ns a weight on a CPU; on a GPU several passes over memory."""
+    return 2e-4 + problem.n * problem.k * (2e-9 if problem.arch == "cpu" else 5e-11)
 
 
 register(

@@ -17,8 +17,9 @@ from transformers.quantizers.base import HfQuantizer, get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ...checkpoints.bitsandbytes import SIDE_TENSORS
+from ...checkpoints.own import LABEL
 from ...formats import FAMILIES, get_format, quantize
-from ...nn import OWN, QuantLinear, read_weight, stored_dtype
+from ...nn import QuantLinear, read_weight, stored_dtype
 from .config import METHOD, HalfbyteConfig
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ def _side_suffixes() -> tuple[str, ...]:
         for name in get_format(family).parts(1024, 1024)
         if name != get_format(family).layout.part
     }
-    return (*dict.fromkeys((*SIDE_TENSORS, OWN, *sorted(parts))),)
+    return (*dict.fromkeys((*SIDE_TENSORS, LABEL, *sorted(parts))),)
 
 
 @register_quantizer(METHOD)
