@@ -19,7 +19,7 @@ NF4 = (
 FP4_MAGNITUDES = (
     0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204, 0.25,
 )  # fmt: skip
-FP4 = FP4_MAGNITUDES + (0.0, *(-value for value in FP4_MAGNITUDES[1:]))  # code 8 is +0 there
+FP4 = (*FP4_MAGNITUDES, 0.0, *(-value for value in FP4_MAGNITUDES[1:]))  # code 8 is +0 there
 # ggml's kvalues_iq4nl.
 IQ4_NL = tuple(map(float, (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)))
 # OCP Microscaling v1.0, FP4 E2M1.
