@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from .checkpoints import open_checkpoint
     from .formats import BlockFormat, PackedWeight, get_format, quantize
     from .integrations.transformers import HalfbyteConfig, load
-    from .nn import QuantLinear
+    from .nn import QuantLinear, prepare
     from .ops import linear
 
 __version__ = "0.1.0"
@@ -24,6 +24,7 @@ _HOMES = {
     "linear": "ops",
     "load": "integrations.transformers",
     "open_checkpoint": "checkpoints",
+    "prepare": "nn",
     "quantize": "formats",
 }
 
@@ -36,6 +37,7 @@ __all__ = [
     "linear",
     "load",
     "open_checkpoint",
+    "prepare",
     "quantize",
 ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from .kernels.registry import DTYPES
 from .ops import linear_op
 
 BNB_FAMILIES = ("nf4", "fp4")
+DECODE_MS = (1, 2, 4, 8)  # rows that `prepare` gets ready for by default
 
 
 class QuantLinear(nn.Linear):
@@ -242,3 +243,36 @@ def stored_dtype(tensors: dict[str, Tensor], name: str) -> torch.dtype | None:
             assert isinstance(dtype, torch.dtype)  # unpack_state checked the name
             return dtype
     return None
+
+
+def prepare(
+    model: nn.Module,
+    ms: Sequence[int] = DECODE_MS,
+    dtype: torch.dtype | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> int:
+    """Compile, load and bind the kernels of every QuantLinear of `model`; returns how many calls it took.
+
+    Kernels are compiled on first use, which a CUDA graph's capture does not allow, and each layer's launch is bound to
+    its memory: so each layer is called once with zeros for every M in `ms`, the numbers of rows that will be captured.
+    dtype: of the activations; by default each layer's own. progress: is told calls done and calls in all.
+
+    Call it again after layers moved to other memory. Raises ValueError for an M below 1, or while a graph is captured.
+    """
+    if any(m < 1 for m in ms):
+        raise ValueError(f"prepare: ms must be numbers of rows from 1 up, got {list(ms)}")
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise ValueError("prepare: a CUDA graph is being captured; call it before the capture")
+    layers = [module for module in model.modules() if isinstance(module, QuantLinear)]
+    total = len(layers) * len(ms)
+    done = 0
+    with torch.inference_mode():
+        for layer in layers:
+            for m in ms:
+                layer(torch.zeros(m, layer.in_features, dtype=dtype or layer.weight_dtype, device=layer.weight.device))
+                done += 1
+                if progress is not None:
+                    progress(done, total)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return total
