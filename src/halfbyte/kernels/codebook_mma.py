@@ -247,8 +247,8 @@ def configure(
 
 
 def _most_tiles(arch: str, m: int, terms: int, block: int) -> int:
-    """Tiles beyond which registers spill (read from the SASS), or only one group of stages fits the ring."""
-    most = 3 if m > 8 or terms == 2 else 4 if block == 32 else 7 if m > 4 else 8
+    """Tiles beyond which registers spill, read from the SASS."""
+    most = 3 if m > 8 or terms == 2 else 4 if block == 32 else 8
     if arch == "sm_90a":
         return most
     return 1 if terms == 2 else min(most - 1, 3 if arch == "sm_100" and m > 2 else 6)

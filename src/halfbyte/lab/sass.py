@@ -43,13 +43,13 @@ class Sass:
     loops: tuple[tuple[int, int], ...]
 
     def main_loop(self) -> tuple[str, ...]:
-        """The smallest loop that holds most of the tensor instructions; empty where there is none."""
-        best: tuple[str, ...] = ()
-        for first, last in sorted(self.loops, key=lambda loop: loop[1] - loop[0]):
-            body = self.instructions[first : last + 1]
-            if _tensor(body) > _tensor(best):
-                best = body
-        return best
+        """Of the innermost loops with tensor instructions, the one with most of them; empty where there is none."""
+        busy = [loop for loop in self.loops if _tensor(self._body(loop))]
+        inner = [loop for loop in busy if not any(loop != other and _holds(loop, other) for other in busy)]
+        return max(map(self._body, inner), key=_tensor, default=())
+
+    def _body(self, loop: tuple[int, int]) -> tuple[str, ...]:
+        return self.instructions[loop[0] : loop[1] + 1]
 
     def local_memory(self) -> tuple[str, ...]:
         """Loads and stores of local memory: spilled registers, or arrays that are not in registers."""
@@ -103,6 +103,10 @@ def nvdisasm() -> str:
     if found is None:
         raise FileNotFoundError("nvdisasm is not here: pip install nvidia-cuda-nvdisasm")
     return found
+
+
+def _holds(outer: tuple[int, int], inner: tuple[int, int]) -> bool:
+    return outer[0] <= inner[0] and inner[1] <= outer[1]
 
 
 def _tensor(instructions: Sequence[str]) -> int:

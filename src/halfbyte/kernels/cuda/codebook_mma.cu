@@ -408,7 +408,7 @@ DEVICE u32 scale_piece(u32 at, bool mine) {
     }
 #pragma unroll
     for (int i = 0; i < 8 * X_TERMS; i += 4)
-        if (mine) sts128(at + (BLOCK == 32 && X_TERMS == 2 ? (i & 4) * 8 + (i & 8) * 2 : 4 * i), half[i], half[i + 1], half[i + 2], half[i + 3]);
+        if (mine) sts128(at + 4 * i, half[i], half[i + 1], half[i + 2], half[i + 3]);
     return (exponent - 14u) << 23;
 }
 
@@ -774,7 +774,7 @@ codebook_mma(const __grid_constant__ TensorMap code_map, const __grid_constant__
     const int chunk = 2 * mine + (BLOCK == 64 ? q >> 1 : 0), scale_byte = warp * SUBS * 4;
     const u32 codes_at = base + CODES_AT + row * 128 + ((chunk ^ row) << 4) + (BLOCK == 64 ? (q & 1) * 8 : q * 4);
     const u32 scales_at = base + SCALES_AT + scale_chunk(row, scale_byte >> 4) + (scale_byte & 15);
-    const u32 x_at = base + X_AT + (g % X_ROWS) * X_PITCH + mine * UNIT * X_BYTES_EACH + q * (BLOCK == 64 ? 16 * X_BYTES_EACH : 16);
+    const u32 x_at = base + X_AT + (g % X_ROWS) * X_PITCH + mine * UNIT * X_BYTES_EACH + (BLOCK == 64 ? q * 16 * X_BYTES_EACH : X_TERMS == 1 ? q * 16 : (q >> 1) * 64 + (q & 1) * 16);
     const u32 unscale_at = base + UNSCALE_AT + (mine * X_ROWS + 2 * q % X_ROWS) * 4;
 
     Place<STAGES> place = {team, 0};
