@@ -175,6 +175,13 @@ DEVICE void barriers_visible() {
 #endif
 }
 
+// Between a thread's own writes to shared memory and a bulk copy that later overwrites them.
+DEVICE void written_before_copies() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
 // The cluster's barrier, used once: all blocks have started and their barriers are ready.
 DEVICE void cluster_arrive() {
 #if SPLIT > 1
@@ -730,6 +737,7 @@ codebook_mma(const __grid_constant__ TensorMap code_map, const __grid_constant__
         for (int i = warp - SCALING_WARP; i < passes * stages; i += SCALINGS, place.step(SCALINGS)) {
             barrier_wait(barriers + X_COPIED(place.slot), place.filled());
             scale_x(base + X_AT + place.slot * X_BYTES, base + UNSCALE_AT + place.slot * UNSCALE_BYTES, lane);
+            written_before_copies();
             __syncwarp();
             if (lane == 0) barrier_arrive(barriers + SLOT_FULL(place.slot));
         }
