@@ -38,13 +38,19 @@ bool available(const Isa &isa) {
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 #endif
+#if defined(HB_NEON)
+    if (&isa == &neon_isa) return true;  // every aarch64 processor has it
+#endif
     return &isa == &portable_isa;
 }
 
-// In the order of choice. A NEON source belongs here, between the others and portable.
+// In the order of choice.
 const Isa *const isas[] = {
 #if defined(HB_X86)
     &avx512_isa, &avx2_isa,
+#endif
+#if defined(HB_NEON)
+    &neon_isa,
 #endif
     &portable_isa,
 #if defined(HB_AMX)

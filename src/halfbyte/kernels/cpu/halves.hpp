@@ -35,6 +35,8 @@ HB_INLINE float bf16_to_float(uint16_t half) { return as_float(uint32_t(half) <<
 HB_INLINE float fp16_to_float(uint16_t half) {
 #if defined(__F16C__)
     return _cvtsh_ss(half);
+#elif defined(__aarch64__)
+    return float(read<__fp16>(&half));
 #else
     uint32_t sign = uint32_t(half & 0x8000) << 16, rest = half & 0x7FFF;
     uint32_t normal = (rest << 13) + (112u << 23);
@@ -70,6 +72,9 @@ HB_INLINE uint16_t float_to_bf16(float value) {
 HB_INLINE uint16_t float_to_fp16(float value) {
 #if defined(__F16C__)
     return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__aarch64__)
+    const __fp16 rounded = __fp16(value);
+    return read<uint16_t>(&rounded);
 #else
     uint32_t bits = as_bits(value), sign = (bits >> 16) & 0x8000, rest = bits & 0x7FFFFFFF;
     if (rest > 0x7F800000) return uint16_t(sign | 0x7E00);

@@ -42,7 +42,7 @@ struct Isa {
     int64_t (*decode_floats)(const HbWeight &weight, int64_t rows);
 };
 
-extern const Isa portable_isa, avx2_isa, avx512_isa, amx_isa;
+extern const Isa portable_isa, neon_isa, avx2_isa, avx512_isa, amx_isa;
 
 // Rows of x that are multiplied together from `left` on: all that fit, else the next power of two (zero rows fill up).
 constexpr int block_rows(int64_t left, int most) {
