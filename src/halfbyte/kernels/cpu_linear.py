@@ -248,7 +248,7 @@ register(
     Kernel(
         name="cpu_linear",
         backend="cpu",
-        about="exact fp32 kernels from packed bytes: AVX-512, AVX2 or portable C++; tiles and torch beyond M = 64",
+        about="exact fp32 kernels from packed bytes: AVX-512, AVX2, NEON, portable C++; tiles and torch beyond M = 64",
         supports=supports,
         cost=cost,
         run=run,
