@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from torch import Tensor
 
 from ..formats import PackedWeight
+from . import peer_onnxruntime
 
 Layer = Callable[[Tensor], Tensor]
 
@@ -21,6 +23,7 @@ class Peer:
     build: makes the layer from the packed weight and the dtype; called once for each copy of the weights.
     packed: whether it reads the 4-bit weight, or a dense copy in the activations' dtype.
     weight_bytes: bytes its layer reads.
+    requantised: for a peer with a format of its own, what that is called and the float64 weight [N, K] it then holds.
     """
 
     name: str
@@ -28,20 +31,47 @@ class Peer:
     build: Callable[[PackedWeight, torch.dtype], Layer]
     weight_bytes: Callable[[PackedWeight, torch.dtype], int]
     supports: Callable[[PackedWeight], bool]
+    requantised: tuple[Callable[[PackedWeight], str], Callable[[PackedWeight, torch.dtype], Tensor]] | None = None
 
 
 def peers(device: torch.device) -> tuple[list[Peer], list[str]]:
     """The peers on this machine, and the names of those that are missing."""
     library = "cublas" if device.type == "cuda" else "torch dense"
     found = [Peer(f"{library} {torch.__version__}", False, _dense, _dense_bytes, lambda weight: True)]
-    try:
-        name = f"bitsandbytes {version('bitsandbytes')}"
-    except PackageNotFoundError:
-        return found, ["bitsandbytes"]
-    found.append(Peer(f"{name} matmul_4bit", True, _bnb_packed, _packed_bytes, _is_bnb))
+    missing = []
+    if name := _installed("bitsandbytes"):
+        found.append(Peer(f"{name} matmul_4bit", True, _bnb_packed, _packed_bytes, _is_bnb))
+        if device.type == "cpu":
+            found.append(Peer(f"{name} Linear4bit", True, _bnb_module, _packed_bytes, _bnb_repacks))
+    else:
+        missing.append("bitsandbytes")
     if device.type == "cpu":
-        found.append(Peer(f"{name} Linear4bit", True, _bnb_module, _packed_bytes, _bnb_repacks))
-    return found, []
+        name = _installed("onnxruntime") if _installed("onnx") else None
+        if name:
+            found += [_onnxruntime(name, level) for level in peer_onnxruntime.LEVELS]
+        else:
+            missing.append("onnxruntime (with onnx)")
+    return found, missing
+
+
+def _installed(package: str) -> str | None:
+    """A package's name and version, or None."""
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return None
+
+
+def _onnxruntime(name: str, level: int) -> Peer:
+    own = peer_onnxruntime
+    return Peer(
+        f"{name} MatMulNBits level {level}",
+        True,
+        partial(own.build, level),
+        own.weight_bytes,
+        own.supports,
+        (own.format_key, own.values),
+    )
 
 
 def _dense(weight: PackedWeight, dtype: torch.dtype) -> Layer:

@@ -1,0 +1,65 @@
+"""The peers of the linear suite hold what their rows say they hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from halfbyte import reference
+from halfbyte.formats import quantize
+from halfbyte.lab import peer_onnxruntime
+from halfbyte.lab.linear import bench_linear
+from halfbyte.lab.peers import Peer, peers
+
+CPU = torch.device("cpu")
+
+
+def onnxruntime_peers() -> list[Peer]:
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnx")
+    return [peer for peer in peers(CPU)[0] if peer.name.startswith("onnxruntime ")]
+
+
+@pytest.mark.parametrize("key", ["nf4-64", "nf4-32", "q4_0"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_onnxruntime_multiplies_with_the_values_it_is_said_to_hold(key: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = quantize(torch.randn(96, 256, generator=generator), key)
+    x = torch.randn(5, 256, generator=generator).to(dtype)
+    exact, rounded = onnxruntime_peers()
+    assert exact.requantised is not None
+    dense = exact.requantised[1](weight, dtype)
+    y = x.double() @ dense.t()
+    assert exact.name.endswith(" MatMulNBits level 1")
+    out = exact.build(weight, dtype)(x)
+    assert out.dtype == dtype
+    reference.assert_within_contract(out, y, exact.name)
+    assert rounded.name.endswith(" MatMulNBits level 4")
+    assert 1e-3 < reference.relative_error(rounded.build(weight, dtype)(x), y) < 2e-2
+    moved = reference.relative_error(dense, weight.dequantize(torch.float64))
+    assert moved == 0 if key == "q4_0" else 0.01 < moved < 0.2  # Q4_0 is such an int4 already
+
+
+def test_int4_of_a_known_block() -> None:
+    steps = torch.arange(16).repeat(2) - 8.0
+    codes, scales = peer_onnxruntime.quantise(torch.stack([steps * 0.5, torch.zeros(32)]), 32, torch.float32)
+    assert scales.tolist() == [[0.5], [0.0]]
+    assert codes[0, 0].tolist() == [0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE] * 2
+    assert codes[1, 0].tolist() == [0x88] * 16
+
+
+def test_what_onnxruntime_cannot_hold_is_left_out() -> None:
+    for key, k, held in (("nf4-64", 128, True), ("nf4-64", 96, False), ("nf4-128", 128, False), ("q4_1", 128, False)):
+        assert peer_onnxruntime.supports(quantize(torch.randn(4, k), key)) == held
+
+
+def test_a_row_of_onnxruntime_says_int4_and_its_error_is_its_own() -> None:
+    onnxruntime_peers()
+    rows = list(bench_linear([(64, 128)], [2], ["nf4-64"], "fp32", CPU, seconds_each=0.01, cold=False))
+    ours, level1, level4 = (
+        next(row for row in rows if row.kernel.startswith(start) and row.kernel.endswith(end))
+        for start, end in (("halfbyte ", ""), ("onnxruntime ", "level 1"), ("onnxruntime ", "level 4"))
+    )
+    assert (ours.format, level1.format, level4.format) == ("nf4-64", "int4-64", "int4-64")
+    assert level1.error < 5e-6 < 1e-3 < level4.error < 2e-2
+    assert level1.bytes == 64 * 128 // 2 + 64 * 2 * 4
