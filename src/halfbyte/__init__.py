@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -46,3 +47,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'halfbyte' has no attribute '{name}'")
     return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+
+
+if os.environ.get("HALFBYTE_BITSANDBYTES") == "1" or os.environ.get("HALFBYTE_STATUS") == "1":
+    import_module(".integrations.bitsandbytes", __name__).follow_environment()

@@ -346,6 +346,20 @@ def explain(
 
 
 @app.command()
+def status(as_json: JsonOption = False) -> None:
+    """Whether bitsandbytes' layers run on halfbyte here: the switch, versions, CPU kernels."""
+    from .integrations.bitsandbytes import environment
+
+    report = environment()
+    if as_json:
+        print(json.dumps(report))
+        return
+    console.print(f"bitsandbytes on halfbyte: {'on' if report['enabled'] else 'off'} in this environment")
+    for name, value in {**report["versions"], **report["facts"]}.items():
+        console.print(f"  {name}: {value}", highlight=False)
+
+
+@app.command()
 def demo(
     fresh: Annotated[bool, typer.Option(help="Start again, not from what an earlier demo left.")] = False,
     as_json: JsonOption = False,

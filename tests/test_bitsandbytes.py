@@ -1,0 +1,367 @@
+"""bitsandbytes' operators on halfbyte: right, counted, trainable, compilable, and undone exactly."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+
+from halfbyte import reference
+from halfbyte.formats import PackedWeight, get_format
+from halfbyte.integrations import bitsandbytes as switch
+from halfbyte.kernels.cpu import library
+
+bnb = pytest.importorskip("bitsandbytes")
+pytestmark = pytest.mark.skipif(library() is None, reason="no library of CPU kernels here")
+functional = bnb.functional
+operators = torch.ops.bitsandbytes
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+STORAGES = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def off():
+    """Every test starts and ends with the switch off and the counters at zero."""
+    switch.disable()
+    switch.reset_counters()
+    yield
+    switch.disable()
+
+
+@pytest.fixture(params=[True, False], ids=["repacking", "not repacking"])
+def repacking(request, monkeypatch):
+    """Whether Linear4bit believes to be on a CPU for which it repacks its weight in eval."""
+    monkeypatch.setattr(bnb.nn.modules, "has_avx512bf16", lambda: request.param)
+    return request.param
+
+
+def rand(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def packed_of(codes: Tensor, state) -> PackedWeight:
+    """The weight as halfbyte's reference knows it, from bitsandbytes' tensors."""
+    key = f"{state.quant_type}-{state.blocksize}" + ("-nested" if state.nested else "")
+    parts = {"codes": codes.detach().clone().view(-1).view(torch.uint8), "absmax": state.absmax.clone()}
+    if state.nested:
+        parts |= {"nested_absmax": state.state2.absmax.clone(), "nested_quant_map": state.state2.code.clone()}
+        parts["nested_offset"] = state.offset.float().clone()
+    return PackedWeight(get_format(key), tuple(state.shape), parts)
+
+
+def quantized(n=96, k=128, family="nf4", blocksize=64, nested=False, storage=torch.uint8, dtype=torch.bfloat16):
+    return functional.quantize_4bit(
+        rand(n, k, dtype=dtype), blocksize=blocksize, compress_statistics=nested, quant_type=family,
+        quant_storage=storage,
+    )  # fmt: skip
+
+
+def layer_of(n=96, k=128, bias=True, dtype=torch.bfloat16, nested=True, family="nf4", storage=torch.uint8):
+    layer = bnb.nn.Linear4bit(
+        k, n, bias=bias, compute_dtype=dtype, compress_statistics=nested, quant_type=family, quant_storage=storage
+    )
+    with torch.no_grad():
+        layer.weight.data.copy_(rand(n, k, seed=1))
+        if bias:
+            layer.bias.copy_(rand(n, seed=2))
+    return layer.to(dtype).to("cpu")
+
+
+def gemm(x: Tensor, codes: Tensor, state, bias: Tensor | None = None) -> Tensor:
+    scales = (state.state2.absmax, state.absmax, state.state2.code, state.offset) if state.nested else (state.absmax,)
+    return operators.gemm_4bit(x, codes, state.shape, scales[0], state.blocksize, state.quant_type, bias, *scales[1:])
+
+
+@pytest.mark.parametrize("storage", STORAGES, ids=str)
+@pytest.mark.parametrize(("family", "nested"), [("nf4", False), ("nf4", True), ("fp4", True)])
+def test_linear4bit_in_eval(repacking, family, nested, storage):
+    """The checkpoint's bytes stay and the outputs are exact, also where bitsandbytes would repack."""
+    for dtype in DTYPES:
+        layer = layer_of(dtype=dtype, nested=nested, family=family, storage=storage).eval()
+        weight, before = packed_of(layer.weight, layer.weight.quant_state), layer.weight.data.clone()
+        with switch.enabled(), torch.inference_mode():
+            for m in (1, 8, 70):
+                x = rand(m, 128, dtype=dtype, seed=m)
+                reference.assert_within_contract(layer(x), reference.linear(x, weight, layer.bias), f"M = {m}")
+        assert layer.weight.data.dtype == storage
+        assert torch.equal(layer.weight.data.view(torch.uint8), before.view(torch.uint8))
+    result = switch.status()
+    assert not result.fallbacks
+    assert result.served == {"gemm_4bit": {"cpu_linear": {"1": 3, "2-8": 3, "65+": 3}}}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_weights_repacked_before(nested):
+    """What bitsandbytes repacked is put back once, and repacking it again after `disable` gives the same outputs."""
+    layer = layer_of(bias=False, nested=nested).eval()
+    layer.support_avx512bf16_for_cpu = True
+    codes = layer.weight.data.clone()
+    x = rand(4, 128, dtype=torch.bfloat16)
+    scratch = copy.deepcopy(layer)
+    functional._convert_weight_packed_for_cpu(scratch.weight.data, scratch.weight.quant_state)
+    layer.weight.data, state = functional._convert_weight_packed_for_cpu(layer.weight.data, layer.weight.quant_state)
+    repacked, scales = layer.weight.data.clone(), state.absmax.clone()
+    switch.enable()
+    assert torch.equal(layer.weight.data, codes)
+    with torch.inference_mode():
+        out = layer(x)
+    reference.assert_within_contract(out, reference.linear(x, packed_of(codes, layer.weight.quant_state)))
+    assert layer.state_dict()["weight.absmax"].shape == (96 * 128 // 64,)
+    switch.disable()
+    assert layer.support_avx512bf16_for_cpu is True
+    again, state = functional._convert_weight_packed_for_cpu(layer.weight.data, layer.weight.quant_state)
+    assert torch.equal(again, repacked)
+    assert torch.equal(state.absmax, scales)
+
+
+@pytest.mark.parametrize("blocksize", [32, 64, 128, 256, 512, 1024, 2048, 4096])
+@pytest.mark.parametrize(("family", "nested"), [("nf4", False), ("nf4", True), ("fp4", False), ("fp4", True)])
+def test_gemm_over_formats(family, nested, blocksize):
+    codes, state = quantized(96, 128, family, blocksize, nested)
+    weight = packed_of(codes, state)
+    with switch.enabled():
+        for dtype in DTYPES:
+            x, bias = rand(3, 128, dtype=dtype), rand(96, dtype=dtype, seed=5)
+            reference.assert_within_contract(gemm(x, codes, state, bias), reference.linear(x, weight, bias))
+            probe = reference.one_hot_probe(lambda x: gemm(x, codes, state), weight, dtype)
+            assert probe.within_contract(dtype)
+            swapped = reference.swap_nibbles(weight)
+            assert not reference.one_hot_probe(lambda x: gemm(x, codes, state), swapped, dtype).within_contract(dtype)
+    assert switch.status().misses == 0
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (1, 64), (33, 61), (8, 3420), (40, 3420), (7, 2)])
+@pytest.mark.parametrize("nested", [False, True])
+def test_odd_shapes(n, k, nested):
+    codes, state = quantized(n, k, nested=nested, dtype=torch.float32)
+    weight = packed_of(codes, state)
+    with switch.enabled():
+        for m in (1, 5):
+            x = rand(m, k, seed=m)
+            slack = 1e-6 * float(x.norm())  # a single output may cancel
+            reference.assert_within_contract(gemm(x, codes, state), reference.linear(x, weight), slack=slack)
+        plain = functional.dequantize_4bit(codes, state)
+    assert torch.equal(plain, functional.dequantize_4bit(codes, state))
+    assert switch.status().misses == 0
+
+
+@pytest.mark.parametrize("shape", [(128,), (0, 128), (1, 128), (3, 0, 128), (2, 3, 128), (2, 1, 3, 128)])
+def test_shapes_of_x(shape):
+    codes, state = quantized(nested=True)
+    weight, x = packed_of(codes, state), rand(*shape, dtype=torch.bfloat16)
+    table = state.code
+    scales = functional.dequantize_blockwise(state.absmax, state.state2) + state.offset
+    with switch.enabled():
+        outputs = [gemm(x, codes, state), operators.gemv_4bit(x, codes, state.shape, scales, table, 64)]
+        outputs.append(bnb.matmul_4bit(x, codes.t(), state))
+        for out in outputs:
+            assert out.shape == (*shape[:-1], 96)
+            reference.assert_within_contract(out, reference.linear(x, weight))
+    assert switch.status().misses == 0
+    assert switch.status().served["gemv_4bit"]["cpu_linear"]
+
+
+def test_views_and_the_shapes_of_codes():
+    codes, state = quantized()
+    weight = packed_of(codes, state)
+    base = rand(128, 6, dtype=torch.bfloat16)
+    with switch.enabled():
+        for x in (base.t(), rand(6, 256, dtype=torch.bfloat16)[:, ::2], rand(12, 128, dtype=torch.bfloat16)[::2]):
+            for stored in (codes, codes.t(), codes.view(-1), codes.view(96, 64)):
+                reference.assert_within_contract(gemm(x, stored, state), reference.linear(x, weight))
+    assert switch.status().misses == 0
+
+
+def test_scales_after_a_model_wide_cast():
+    """16-bit absmax and a nested offset that is not fp32 are widened, which is exact."""
+    codes, state = quantized(nested=True)
+    x = rand(3, 128, dtype=torch.bfloat16)
+    state.offset = state.offset.to(torch.bfloat16)
+    state.state2.absmax = state.state2.absmax.to(torch.bfloat16)
+    wide = copy.copy(state)
+    wide.state2 = copy.copy(state.state2)
+    wide.state2.absmax = state.state2.absmax.float()
+    with switch.enabled():
+        reference.assert_within_contract(gemm(x, codes, state), reference.linear(x, packed_of(codes, wide)))
+        codes, state = quantized()
+        narrow = copy.copy(state)
+        narrow.absmax = state.absmax.half()
+        state.absmax = narrow.absmax.float()
+        reference.assert_within_contract(gemm(x, codes, narrow), reference.linear(x, packed_of(codes, state)))
+    assert switch.status().misses == 0
+
+
+@pytest.mark.parametrize("family", ["nf4", "fp4"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dequantize_gives_the_same_bits(family, dtype):
+    cases = [(64, 64, 64), (33, 61, 32), (24, 3420, 64), (64, 128, 4096)]
+    for n, k, blocksize in cases:
+        codes, state = quantized(n, k, family, blocksize, dtype=dtype)
+        arguments = (codes, state.absmax, blocksize, family, [n, k], dtype)
+        theirs = operators.dequantize_4bit(*arguments)
+        with switch.enabled():
+            ours = operators.dequantize_4bit(*arguments)
+        assert torch.equal(ours, theirs), (n, k, blocksize)
+    served = switch.status().served["dequantize_4bit"]["cpu_decode"]["weight"]
+    assert served == (4 if dtype == torch.float32 else 2)  # the others are faster in bitsandbytes
+    assert switch.status().misses == 4 - served
+
+
+def test_errors_are_those_of_bitsandbytes():
+    codes, state = quantized()
+    x = rand(2, 128, dtype=torch.bfloat16)
+    calls = [
+        lambda: operators.gemm_4bit(x[:, :64], codes, state.shape, state.absmax, 64, "nf4"),
+        lambda: operators.gemm_4bit(x, codes, state.shape, state.absmax, 64, "int4"),
+        lambda: operators.gemm_4bit(x, codes, state.shape, state.absmax, 64, "nf4", rand(96)),
+        lambda: operators.gemm_4bit(x, codes[:100], state.shape, state.absmax, 64, "nf4"),
+        lambda: operators.dequantize_4bit(codes, state.absmax, 64, "int4", [96, 128], torch.float32),
+    ]
+    for number, call in enumerate(calls):
+        with pytest.raises(Exception) as theirs:  # noqa: PT011 (whatever it is)
+            call()
+        with switch.enabled(), pytest.raises(theirs.type) as ours:
+            call()
+        assert str(ours.value) == str(theirs.value), number
+    assert switch.status().hits == 0
+    assert switch.status().misses >= len(calls)
+
+
+def test_fallbacks_are_served_and_counted():
+    codes, state = quantized()
+    table = torch.linspace(-1, 1, 16)
+    with switch.enabled():
+        flat = operators.dequantize_4bit(codes, state.absmax, 64, "nf4", [96 * 128], torch.float32)
+        operators.gemv_4bit(rand(2, 128, dtype=torch.bfloat16), codes, state.shape, state.absmax, table, 64)
+    assert flat.numel() == 96 * 128
+    fallbacks = switch.status().fallbacks
+    assert fallbacks["dequantize_4bit"]["a shape of fewer than two dimensions"] == 1
+    assert fallbacks["gemv_4bit"] == {"a codebook that is neither NF4's nor FP4's": 1}
+    assert "a codebook" in str(switch.status())
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_training_step(nested):
+    """Outputs within the contract; the gradient of x is what bitsandbytes' own backward computes."""
+    layer = layer_of(nested=nested).train()
+    weight = packed_of(layer.weight, layer.weight.quant_state)
+    start, upstream = rand(5, 128, dtype=torch.bfloat16), rand(5, 96, dtype=torch.bfloat16, seed=9)
+
+    def step():
+        x = start.clone().requires_grad_()
+        layer.bias.grad = None
+        out = layer(x)
+        out.backward(upstream)
+        return out.detach(), x.grad, layer.bias.grad.clone()
+
+    _, x_grad, bias_grad = step()
+    with switch.enabled():
+        out, our_x_grad, our_bias_grad = step()
+    reference.assert_within_contract(out, reference.linear(start, weight, layer.bias.detach()))
+    assert torch.equal(our_x_grad, x_grad)
+    assert torch.equal(our_bias_grad, bias_grad)
+    assert switch.status().served["gemm_4bit"] == {"cpu_linear": {"2-8": 1}}
+
+
+def test_autograd_and_autocast_on_the_bare_operator():
+    """What torch does around the call is the same with and without halfbyte."""
+    codes, state = quantized(dtype=torch.float32)
+    x = rand(3, 128).requires_grad_()
+
+    def facts():
+        out = gemm(x, codes, state)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            cast = gemm(x.detach(), codes, state)
+        return out.requires_grad, cast.dtype
+
+    theirs = facts()
+    with switch.enabled():
+        assert facts() == theirs
+
+
+def test_a_round_trip_restores_every_bit():
+    codes, state = quantized(nested=True)
+    layer = layer_of().train()
+    x = rand(4, 128, dtype=torch.bfloat16)
+    layers = type(layer).__dict__
+
+    def outputs():
+        with torch.no_grad():
+            return [gemm(x, codes, state), layer(x), functional.dequantize_4bit(codes, state)]
+
+    before, attributes = outputs(), set(layers)
+    for _ in range(3):
+        switch.enable()
+        switch.enable()
+        hits = switch.status().hits
+        outputs()
+        assert switch.status().hits > hits
+        switch.disable()
+        switch.disable()
+        hits = switch.status().hits
+        for one, other in zip(outputs(), before, strict=True):
+            assert torch.equal(one, other)
+        assert switch.status().hits == hits
+    assert set(layers) == attributes
+    assert layer.support_avx512bf16_for_cpu == functional.has_avx512bf16()
+
+
+def test_nested_contexts_and_warnings():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with switch.enabled():
+            with switch.enabled():
+                pass
+            assert switch.status().enabled
+    assert not switch.status().enabled
+
+
+def test_threads():
+    """Four threads call while a fifth switches on and off: right results, and no call lost by the counters."""
+    codes, state = quantized()
+    weight, x = packed_of(codes, state), rand(2, 128, dtype=torch.bfloat16)
+    exact, failures, done = reference.linear(x, weight), [], threading.Event()
+
+    def work():
+        for _ in range(150):
+            error = reference.relative_error(gemm(x, codes, state), exact)
+            if not error < 0.01:
+                failures.append(error)
+
+    def toggle():
+        while not done.is_set():
+            switch.enable()
+            switch.disable()
+
+    for toggling in (True, False):
+        switch.reset_counters()
+        switcher = threading.Thread(target=toggle)
+        if toggling:
+            switcher.start()
+        else:
+            switch.enable()
+        workers = [threading.Thread(target=work) for _ in range(4)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        if toggling:
+            done.set()
+            switcher.join()
+    assert not failures
+    assert switch.status().served == {"gemm_4bit": {"cpu_linear": {"2-8": 600}}}
+
+
+def test_log_line_at_the_first_call(caplog):
+    codes, state = quantized()
+    with caplog.at_level(logging.INFO, "halfbyte"), switch.enabled():
+        for _ in range(3):
+            gemm(rand(1, 128, dtype=torch.bfloat16), codes, state)
+    assert [record.message for record in caplog.records] == [
+        "bitsandbytes::gemm_4bit is served by halfbyte's cpu_linear"
+    ]
