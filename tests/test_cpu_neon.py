@@ -19,6 +19,7 @@ from halfbyte.formats import PackedWeight, quantize
 from halfbyte.kernels.cpu import library
 from kernel_samples import KEYS, multiples, random_weight
 from native_problems import Problems, build_library, build_program
+from test_kernel_fuzz import COUNT, draw, judge, make
 
 CROSS_COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 TOOLS = (CROSS_COMPILER, EMULATOR, "cmake")
@@ -231,6 +232,24 @@ def test_range(aarch64: Target) -> None:
             if exact.isfinite().all() and exact.to(out.dtype).isfinite().all():
                 reference.assert_within_contract(row, exact, weight.format.key)
     assert unbounded > 0
+
+
+def test_random_problems(aarch64: Target) -> None:
+    """The fuzz of test_kernel_fuzz.py up to M = 64; beyond, torch multiplies what test_decoded_rows covers."""
+    failures, total, chunk = [], 0, 250  # problems a run: their tensors are held at once
+    for start in range(0, COUNT, chunk):
+        cases = [case for case in map(draw, range(start, min(COUNT, start + chunk))) if case.m <= 64]
+        made, problems = [make(case) for case in cases], Problems()
+        for case, each in zip(cases, made, strict=True):
+            problems.linear(each.x, each.weight, each.bias, case.threads)
+        for case, each, out in zip(cases, made, aarch64.run(problems, "neon"), strict=True):
+            total += 1
+            try:
+                judge(case, each, out, f"neon, {case}")
+            except AssertionError as error:
+                failures.append(str(error))
+    assert total > COUNT // 2
+    assert not failures, f"{len(failures)} of {total} problems fail:\n" + "\n".join(failures[:5])
 
 
 @pytest.mark.parametrize("isa", NATIVE)
