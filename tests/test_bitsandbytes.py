@@ -102,8 +102,6 @@ def test_weights_repacked_before(nested):
     layer.support_avx512bf16_for_cpu = True
     codes = layer.weight.data.clone()
     x = rand(4, 128, dtype=torch.bfloat16)
-    scratch = copy.deepcopy(layer)
-    functional._convert_weight_packed_for_cpu(scratch.weight.data, scratch.weight.quant_state)
     layer.weight.data, state = functional._convert_weight_packed_for_cpu(layer.weight.data, layer.weight.quant_state)
     repacked, scales = layer.weight.data.clone(), state.absmax.clone()
     switch.enable()
@@ -243,6 +241,18 @@ def test_fallbacks_are_served_and_counted():
     assert fallbacks["dequantize_4bit"]["a shape of fewer than two dimensions"] == 1
     assert fallbacks["gemv_4bit"] == {"a codebook that is neither NF4's nor FP4's": 1}
     assert "a codebook" in str(switch.status())
+
+
+def test_without_a_kernel_the_result_is_that_of_bitsandbytes(monkeypatch):
+    codes, state = quantized(nested=True)
+    x = rand(3, 128, dtype=torch.bfloat16)
+    expected = gemm(x, codes, state)
+    monkeypatch.setattr(switch, "_kernel_name", lambda *problem: None)
+    with switch.enabled():
+        assert torch.equal(gemm(x, codes, state), expected)
+    reason = "no kernel for nf4-64-nested with x in torch.bfloat16, M 2-8, on cpu"
+    assert switch.status().fallbacks["gemm_4bit"] == {reason: 1}
+    assert switch.status().hits == 0
 
 
 @pytest.mark.parametrize("nested", [False, True])

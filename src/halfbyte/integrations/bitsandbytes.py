@@ -372,6 +372,8 @@ def _multiply(
     n, k = shape
     m = x.numel() // max(1, k)
     kernel = _kernel_name(key, x.dtype, m, n, k, x.device)
+    if kernel is None:
+        raise _Unserved(f"no kernel for {key} with x in {x.dtype}, M {_bucket(m)}, on {x.device.type}")
     # The dispatcher's second round is worth its microseconds only where autograd or autocast have something to do.
     plain = not (torch.is_grad_enabled() and x.requires_grad) and not torch.is_autocast_enabled(x.device.type)
     out = (_linear if plain else linear_op)(x, [_octets(codes), *scales], bias, key, n, k)
@@ -399,7 +401,7 @@ def _dequantize(
     if key is None or dtype not in DTYPES:
         raise _Unserved(f"arguments that bitsandbytes does not define: {quant_type}-{blocksize} to {dtype}")
     if len(shape) < 2:
-        raise _Unserved("a shape of fewer than two dimensions")  # bitsandbytes' result depends on the CPU
+        raise _Unserved("a shape of fewer than two dimensions")  # bitsandbytes returns [1, n] or [n], depending on n
     if library() is None:
         raise _Unserved("the library of CPU kernels is not installed")
     k = shape[-1]
@@ -414,12 +416,10 @@ def _dequantize(
 
 
 @lru_cache(maxsize=4096)
-def _kernel_name(key: str, dtype: torch.dtype, m: int, n: int, k: int, device: torch.device) -> str:
-    """The kernel that is planned for a problem; where that is plain torch, bitsandbytes' own code is no slower."""
+def _kernel_name(key: str, dtype: torch.dtype, m: int, n: int, k: int, device: torch.device) -> str | None:
+    """The kernel that is planned for a problem; None where that is plain torch: bitsandbytes' own is no slower."""
     kernel = plan(Problem(get_format(key), dtype, m, n, k, arch_of(device))).kernel
-    if kernel.backend == "torch":
-        raise _Unserved(f"no kernel for {key} with x in {dtype}, M = {m}, on {arch_of(device)}")
-    return kernel.name
+    return None if kernel.backend == "torch" else kernel.name
 
 
 def _octets(codes: Tensor) -> Tensor:
@@ -453,6 +453,8 @@ def _family(table: Tensor) -> str:
     known = _families.get(table)
     if known is not None and changes >= 0 and known[0] == changes:
         return str(known[1])
+    if table.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise _Unserved("a codebook first seen while a CUDA graph is captured")  # reading it would end the capture
     family = {NF4: "nf4", FP4: "fp4"}.get(tuple(table.tolist()))
     if family is None:
         raise _Unserved("a codebook that is neither NF4's nor FP4's")
