@@ -1,12 +1,14 @@
 """The clock and the rows."""
 
 import json
+import subprocess
+import sys
 import time
 
 import pytest
 import torch
 
-from halfbyte.lab.measure import Timing, copies_needed, interleave, read_ceiling
+from halfbyte.lab.measure import Timing, copies_needed, interleave, peak_rss_bytes, read_ceiling
 from halfbyte.lab.rows import Environment, Row, append
 
 CPU = torch.device("cpu")
@@ -48,6 +50,13 @@ def test_copies_exceed_the_cache_three_times(weight, cache, copies):
 
 def test_read_ceiling_is_a_plausible_bandwidth():
     assert 1e9 < read_ceiling(CPU, repeats=2) < 1e13
+
+
+def test_peak_memory_is_this_process_not_its_parent():
+    ballast = torch.ones(1 << 28)  # 1 GiB that a child must not be charged for
+    code = "from halfbyte.lab.measure import peak_rss_bytes; print(peak_rss_bytes())"
+    child = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    assert peak_rss_bytes() > ballast.nbytes > child > 50 << 20
 
 
 def test_rows_are_flat_and_appended(tmp_path):
