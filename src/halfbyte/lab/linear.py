@@ -11,7 +11,8 @@ from torch import Tensor
 from .. import reference
 from ..device import arch_of, cache_bytes
 from ..formats import PackedWeight, quantize
-from ..kernels import Problem
+from ..kernels import Kernel, Problem
+from ..kernels.cpu import library
 from ..ops import linear
 from ..plan import plan
 from .measure import CALL, copies_needed, interleave, read_ceiling
@@ -114,7 +115,7 @@ def _measure(
     x = torch.randn(m, k, device=device).to(dtype)
     y = reference.linear(x, weight)
     exact = {each.name: y if each.dense is None else x.double() @ each.dense.t() for each in candidates}
-    kernel = plan(Problem(weight.format, dtype, m, n, k, arch_of(device))).kernel.name
+    ours_name = _label(plan(Problem(weight.format, dtype, m, n, k, arch_of(device))).kernel)
     with torch.inference_mode():
         errors = {each.name: reference.relative_error(each.layers[0](x), exact[each.name]) for each in candidates}
         calls = {candidate.name: [_call(layer, x) for layer in candidate.layers] for candidate in candidates}
@@ -124,7 +125,7 @@ def _measure(
         yield Row(
             suite=suite,
             environment=environment,
-            kernel=f"halfbyte {kernel}" if ours else candidate.name,
+            kernel=ours_name if ours else candidate.name,
             format=candidate.format,
             nested=weight.format.nested and candidate.dense is None,
             dtype=dtype_name,
@@ -137,6 +138,12 @@ def _measure(
             error=errors[candidate.name],
             rounding_limit=reference.rounding_limit(exact[candidate.name], dtype),
         )
+
+
+def _label(kernel: Kernel) -> str:
+    """A row's name of our kernel, with the instruction set of CPU kernels."""
+    loaded = library() if kernel.backend == "cpu" else None
+    return f"halfbyte {kernel.name}" + (f" {loaded.isa_name}" if loaded else "")
 
 
 def _call(layer: Layer, x: Tensor) -> CALL:
