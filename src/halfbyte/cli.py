@@ -223,7 +223,7 @@ def bench_linear_command(
     formats: Annotated[str, typer.Option(help="Format keys, comma-separated.")] = "nf4-64",
     dtype: Annotated[str, typer.Option(help="Activations: bf16, fp16 or fp32.")] = "bf16",
     device: DeviceOption = DEFAULT_DEVICE,
-    peers: Annotated[bool, typer.Option(help="Measure torch and bitsandbytes in the same run.")] = True,
+    peers: Annotated[bool, typer.Option(help="Measure the installed peers in the same run.")] = True,
     threads: Annotated[int | None, typer.Option(help="CPU threads; torch's own number by default.")] = None,
     seconds: Annotated[float, typer.Option(help="Time spent on each candidate of a problem.")] = 1.0,
     warm: Annotated[bool, typer.Option(help="Keep one copy of the weights in the caches.")] = False,
