@@ -98,6 +98,24 @@ def test_compiled_where_bitsandbytes_would_repack():
     assert switch.status().misses == 0
 
 
+@pytest.mark.skipif(not bnb.functional.has_avx512bf16(), reason="bitsandbytes repacks with AVX-512 BF16 only")
+def test_compiled_with_the_repacking_in_its_graph():
+    """On and off twice: bitsandbytes' compiled code repacks, halfbyte's puts the weight back and is reached."""
+    torch.compiler.reset()
+    layer = layer_of().eval()
+    x = torch.randn(3, 128, dtype=torch.bfloat16)
+    compiled = torch.compile(layer, backend="aot_eager")
+    with torch.no_grad():
+        theirs = compiled(x)
+        for turn in (1, 2):
+            assert layer.weight.quant_state.packing_format_for_cpu
+            with switch.enabled():
+                reference.assert_within_contract(compiled(x), exact_of(layer, x))
+            assert switch.status().hits == turn
+            assert switch.status().misses == 0
+            assert torch.equal(compiled(x), theirs)
+
+
 def test_unmodified_script_and_a_warm_compile_cache(tmp_path):
     """What a process without halfbyte has compiled, `python -m halfbyte.run` takes from the cache and still serves."""
     script = tmp_path / "script.py"

@@ -20,6 +20,7 @@ import os
 import sys
 import threading
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -257,6 +258,7 @@ class _Switch:
             "dequantize_4bit": _dequantize,
         }
         self.gated = False
+        self.gates: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # module -> what its GATE was
         try:
             for key, operators in OPERATORS.items():
                 for operator in operators:
@@ -278,19 +280,30 @@ class _Switch:
 
         With AVX-512 BF16 its `forward` repacks the weight in Python, rounds the scales to bf16 and drops their nested
         form; no operator is involved, so the dispatcher cannot help. What decides is an attribute of each module,
-        `support_avx512bf16_for_cpu`. A property of that name on the class comes before the modules' own attributes:
-        it reaches modules made before and after, changes none of them, and is undone by deleting it.
+        `support_avx512bf16_for_cpu`. A property of that name on the class comes before the modules' own attributes, so
+        that modules made from now on do not repack either; deleting it undoes that. Modules made before get the
+        attribute set as well, until `close`: code compiled for them, which has the repacking in its graph, is guarded
+        by it.
         """
-        gate = property(lambda module: False, lambda module, value: module.__dict__.__setitem__(GATE, value))
-        setattr(self.linear_class, GATE, gate)
+
+        def assign(module: Any, value: Any) -> None:
+            self.gates.pop(module, None)
+            module.__dict__[GATE] = value
+
+        setattr(self.linear_class, GATE, property(lambda module: False, assign))
         self.gated = True
         for module in gc.get_objects():
             if issubclass(type(module), self.linear_class):
+                if module.__dict__.get(GATE):
+                    self.gates[module] = module.__dict__[GATE]
+                    module.__dict__[GATE] = False
                 _put_back(module)
 
     def close(self) -> None:
         if self.gated:
             delattr(self.linear_class, GATE)
+        for module, gate in self.gates.items():
+            module.__dict__[GATE] = gate
         self.library._destroy()
 
 
