@@ -17,7 +17,7 @@ TILE_VALUES = 1 << 22  # fp32 values held at once on the way to 16 bits: 16 MiB
 def decode(weight: PackedWeight, out: Tensor) -> None:
     """Write the weight to contiguous `out` [N, K] in fp32, bf16 or fp16: products in fp32, then rounded to its dtype.
 
-    Those are bitsandbytes' numbers. `PackedWeight.dequantize` rounds once, and takes fifty times as long.
+    Those are bitsandbytes' numbers. `PackedWeight.dequantize` rounds once, in float64 and torch.
 
     Raises RuntimeError without the library of CPU kernels, MemoryError where scratch memory ran out.
     """
