@@ -148,7 +148,7 @@ def _kernel(spec_key: tuple[str, int, int], dtype: torch.dtype, m: int, device: 
     return plan(Problem(get_format(key), dtype, m, n, k, arch_of(device))).kernel
 
 
-def _linear(x: Tensor, parts: Sequence[Tensor], bias: Tensor | None, key: str, n: int, k: int) -> Tensor:
+def linear_on_tensors(x: Tensor, parts: Sequence[Tensor], bias: Tensor | None, key: str, n: int, k: int) -> Tensor:
     """The operator on real tensors."""
     spec = _spec(key, n, k)
     _check_input("x", x, k, spec)
@@ -241,7 +241,7 @@ def _below_autograd(
 ) -> Tensor:
     with torch._C._AutoDispatchBelowAutograd():
         if _is_plain(keyset.raw_repr()):
-            return _linear(x, parts, bias, key, n, k)
+            return linear_on_tensors(x, parts, bias, key, n, k)
         result: Tensor = linear_op.redispatch(keyset & torch._C._after_autograd_keyset, x, list(parts), bias, key, n, k)
         return result
 
@@ -253,7 +253,7 @@ def _linear_autograd(
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
         return _apply(keyset, x, bias, key, n, k, *parts)
     if _is_plain(keyset.raw_repr()):
-        return _linear(x, parts, bias, key, n, k)
+        return linear_on_tensors(x, parts, bias, key, n, k)
     return _below_autograd(keyset, x, parts, bias, key, n, k)
 
 
@@ -290,7 +290,7 @@ def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
     )
 
 
-_library.impl("linear", _linear, "CompositeExplicitAutograd")
+_library.impl("linear", linear_on_tensors, "CompositeExplicitAutograd")
 _library.impl("linear", _linear_autograd, "Autograd", with_keyset=True)
 _library.impl("linear", _autocast("cpu", DispatchKey.AutocastCPU), "AutocastCPU")
 _library.impl("linear", _autocast("cuda", DispatchKey.AutocastCUDA), "AutocastCUDA")

@@ -42,7 +42,7 @@ from ..kernels import Problem
 from ..kernels.cpu import library
 from ..kernels.cpu_decode import decode
 from ..kernels.registry import DTYPES
-from ..ops import _linear, linear_op
+from ..ops import linear_on_tensors, linear_op
 from ..plan import plan
 
 VARIABLE = "HALFBYTE_BITSANDBYTES"  # "1": on as soon as halfbyte is imported
@@ -389,7 +389,7 @@ def _multiply(
         raise _Unserved(f"no kernel for {key} with x in {x.dtype}, M {_bucket(m)}, on {x.device.type}")
     # The dispatcher's second round is worth its microseconds only where autograd or autocast have something to do.
     plain = not (torch.is_grad_enabled() and x.requires_grad) and not torch.is_autocast_enabled(x.device.type)
-    out = (_linear if plain else linear_op)(x, [_octets(codes), *scales], bias, key, n, k)
+    out = (linear_on_tensors if plain else linear_op)(x, [_octets(codes), *scales], bias, key, n, k)
     _counts.serve(operator, kernel, _bucket(m))
     return out
 
