@@ -65,7 +65,7 @@ def quantize(
     overwrite: Annotated[bool, typer.Option(help="Replace an existing target.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a 4-bit checkpoint that transformers, bitsandbytes, vLLM and halfbyte load."""
+    """Write a 4-bit checkpoint that halfbyte, and transformers with bitsandbytes, load."""
     from .integrations.convert import quantize_model
 
     key = f"{format}-{blocksize}" + ("-nested" if nested else "")
