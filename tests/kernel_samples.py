@@ -14,6 +14,17 @@ KEYS = (
 )
 
 
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def strided(m: int, k: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """x [M, K] whose rows are NaN-separated views at an odd element."""
+    wide = torch.full((m, k + 5), torch.nan, dtype=dtype)
+    wide[:, 3 : 3 + k] = torch.randn(m, k, generator=generator).to(dtype)
+    return wide[:, 3 : 3 + k]
+
+
 def multiples(key: str) -> tuple[int, int]:
     """What N and K must be multiples of."""
     format = get_format(key)

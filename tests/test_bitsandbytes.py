@@ -17,20 +17,14 @@ from halfbyte.integrations import bitsandbytes as switch
 from halfbyte.kernels.cpu import library
 
 bnb = pytest.importorskip("bitsandbytes")
-pytestmark = pytest.mark.skipif(library() is None, reason="no library of CPU kernels here")
+pytestmark = [
+    pytest.mark.skipif(library() is None, reason="no library of CPU kernels here"),
+    pytest.mark.usefixtures("bitsandbytes_off"),
+]
 functional = bnb.functional
 operators = torch.ops.bitsandbytes
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 STORAGES = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
-
-
-@pytest.fixture(autouse=True)
-def off():
-    """Every test starts and ends with the switch off and the counters at zero."""
-    switch.disable()
-    switch.reset_counters()
-    yield
-    switch.disable()
 
 
 @pytest.fixture(params=[True, False], ids=["repacking", "not repacking"])

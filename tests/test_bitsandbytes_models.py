@@ -19,7 +19,10 @@ from halfbyte.kernels.cpu import library
 
 bnb = pytest.importorskip("bitsandbytes")
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.skipif(library() is None, reason="no library of CPU kernels here")
+pytestmark = [
+    pytest.mark.skipif(library() is None, reason="no library of CPU kernels here"),
+    pytest.mark.usefixtures("bitsandbytes_off"),
+]
 
 SCRIPT = """
 import sys
@@ -32,15 +35,6 @@ call = torch.compile(layer, fullgraph=True) if sys.argv[1:] == ["compiled"] else
 with torch.inference_mode():
     print(call(x).double().abs().sum().item(), counters["inductor"]["fxgraph_cache_hit"], __name__)
 """
-
-
-@pytest.fixture(autouse=True)
-def off():
-    """Every test starts and ends with the switch off and the counters at zero."""
-    switch.disable()
-    switch.reset_counters()
-    yield
-    switch.disable()
 
 
 def run(*words, **environment):

@@ -19,7 +19,7 @@ from halfbyte.kernels import Problem, cpu_linear
 from halfbyte.kernels.cpu import Library, library
 from halfbyte.kernels.cpu_linear import multiply, weight_struct
 from halfbyte.plan import plan
-from kernel_samples import KEYS, multiples, random_weight
+from kernel_samples import KEYS, multiples, random_weight, seeded, strided
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LOADED = library()
@@ -40,17 +40,6 @@ def call(isa: str, x: Tensor, weight: PackedWeight, bias: Tensor | None = None, 
     assert around[0].isnan().all()
     assert around[-1].isnan().all()
     return around[1:-1]
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def strided(m: int, k: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """x [M, K] whose rows are NaN-separated views at an odd element."""
-    wide = torch.full((m, k + 5), torch.nan, dtype=dtype)
-    wide[:, 3 : 3 + k] = torch.randn(m, k, generator=generator).to(dtype)
-    return wide[:, 3 : 3 + k]
 
 
 def exact(x: Tensor, dense: Tensor, bias: Tensor | None) -> Tensor:

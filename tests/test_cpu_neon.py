@@ -17,7 +17,7 @@ from torch import Tensor
 from halfbyte import reference
 from halfbyte.formats import PackedWeight, quantize
 from halfbyte.kernels.cpu import library
-from kernel_samples import KEYS, multiples, random_weight
+from kernel_samples import KEYS, multiples, random_weight, seeded, strided
 from native_problems import Problems, build_library, build_program
 from test_kernel_fuzz import COUNT, draw, judge, make
 
@@ -85,17 +85,6 @@ class Checks:
             except AssertionError as error:
                 found.append(str(error))
         return found
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def strided(m: int, k: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """x [M, K] whose rows are NaN-separated views at an odd element."""
-    wide = torch.full((m, k + 5), torch.nan, dtype=dtype)
-    wide[:, 3 : 3 + k] = torch.randn(m, k, generator=generator).to(dtype)
-    return wide[:, 3 : 3 + k]
 
 
 def shapes(key: str) -> list[tuple[int, int]]:
