@@ -16,7 +16,7 @@ from ..kernels.cpu import library
 from ..ops import linear
 from ..plan import plan
 from .measure import CALL, copies_needed, interleave, read_ceiling
-from .peers import Layer, peers
+from .peers import Layer, Peer, peers
 from .rows import Environment, Row
 
 DTYPE_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -52,21 +52,35 @@ def bench_linear(
     seconds_each: time spent on each candidate of a problem. cold: rotate over copies of the weights; else one copy
     stays in the caches, and the suite is "linear-warm". The read ceiling is measured once, in this process.
     """
-    to_exceed = cache_bytes(device) if cold else 0
-    suite = "linear" if cold else "linear-warm"
     environment = Environment.of(device)
     ceiling = read_ceiling(device) / 1e12
-    if with_peers:
-        on_missing(peers(device)[1])
+    chosen, missing = peers(device) if with_peers else ([], [])
+    on_missing(missing)
     for n, k in shapes:
         for key in formats:
             weight = quantize(torch.randn(n, k, device=device), key)
-            dtype = DTYPE_NAMES[dtype_name]
-            candidates = [_ours(weight, to_exceed)]
-            if with_peers:
-                candidates += _peers(weight, dtype, dtype_name, to_exceed)
-            for m in ms:
-                yield from _measure(suite, weight, candidates, m, dtype_name, seconds_each, environment, ceiling)
+            yield from bench_weight(weight, ms, dtype_name, chosen, seconds_each, cold, environment, ceiling)
+
+
+def bench_weight(
+    weight: PackedWeight,
+    ms: Sequence[int],
+    dtype_name: str,
+    chosen: Sequence[Peer],
+    seconds_each: float,
+    cold: bool,
+    environment: Environment,
+    ceiling: float,
+) -> Iterator[Row]:
+    """Rows of one weight on its device for each M: ours, then those of the `chosen` peers that take it.
+
+    ceiling: TB/s of a plain read, measured in this process. Otherwise as `bench_linear`.
+    """
+    to_exceed = cache_bytes(weight.device) if cold else 0
+    suite = "linear" if cold else "linear-warm"
+    candidates = [_ours(weight, to_exceed), *_peers(weight, chosen, dtype_name, to_exceed)]
+    for m in ms:
+        yield from _measure(suite, weight, candidates, m, dtype_name, seconds_each, environment, ceiling)
 
 
 def _ours(weight: PackedWeight, to_exceed: int) -> Candidate:
@@ -83,9 +97,10 @@ def _clone(weight: PackedWeight) -> PackedWeight:
     return PackedWeight(weight.format, weight.shape, {name: part.clone() for name, part in weight.parts.items()})
 
 
-def _peers(weight: PackedWeight, dtype: torch.dtype, dtype_name: str, to_exceed: int) -> list[Candidate]:
+def _peers(weight: PackedWeight, chosen: Sequence[Peer], dtype_name: str, to_exceed: int) -> list[Candidate]:
+    dtype = DTYPE_NAMES[dtype_name]
     candidates = []
-    for peer in peers(weight.device)[0]:
+    for peer in chosen:
         if not peer.supports(weight):
             continue
         size = peer.weight_bytes(weight, dtype)
