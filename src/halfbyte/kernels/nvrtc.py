@@ -43,12 +43,14 @@ def missing() -> str | None:
     return None
 
 
-def compile(stem: str, arch: str, macros: Mapping[str, int]) -> bytes:
+def compile(stem: str, arch: str, macros: Mapping[str, int], source: str | None = None) -> bytes:
     """The cubin of cuda/<stem>.cu for `arch` ("sm_90a") with macros defined; from memory, disk or the compiler.
+
+    source: CUDA C++ to compile in place of that file.
 
     Raises CompileError with the compiler's log, and ImportError where the CUDA packages are missing.
     """
-    source = _source(stem)
+    source = source or _source(stem)
     key = _key(source, arch, macros)
     with _lock:
         cubin = _cubins.get(key)
@@ -63,20 +65,22 @@ def compile(stem: str, arch: str, macros: Mapping[str, int]) -> bytes:
         return _cubins.setdefault(key, cubin)
 
 
-def load(stem: str, arch: str, macros: Mapping[str, int], device: int, shared_bytes: int) -> Any:
+def load(
+    stem: str, arch: str, macros: Mapping[str, int], device: int, shared_bytes: int, source: str | None = None
+) -> Any:
     """The kernel `stem` (an extern "C" function), ready to be launched on CUDA device `device`: a CUkernel.
 
     shared_bytes: dynamic shared memory it will be given. Loading is not allowed inside graph capture, compiling takes
     a tenth of a second: call this before.
     """
-    key = (_key(_source(stem), arch, macros), device)
+    key = (_key(source or _source(stem), arch, macros), device)
     with _lock:
         kernel = _kernels.get(key)
     if kernel is not None:
         return kernel
     from cuda.bindings import driver
 
-    cubin = compile(stem, arch, macros)
+    cubin = compile(stem, arch, macros, source)
     library = check(driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0))
     kernel = check(driver.cuLibraryGetKernel(library, stem.encode()))
     limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

@@ -1,0 +1,173 @@
+"""`halfbyte lab sass`: a kernel's machine code in numbers, and what they bound its time to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from ..formats import get_format
+from ..kernels import codebook_mma, nvrtc
+from . import sass
+from .cards import CARDS, Card
+from .ladder_rungs import BLOCK, RUNGS, Rung
+from .sass_bound import WARP, Access, Bound, bound
+
+TENSOR_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+MMA_ROWS, MMA_COLUMNS, MMA_K = 16, 8, 16  # of HMMA.16816: 16 rows of W, 8 rows of x
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a kernel is compiled for where its configuration depends on it; N and K also size the predicted time."""
+
+    format: str = "nf4-64"
+    dtype: str = "bf16"
+    m: int = 1
+    n: int = 16384
+    k: int = 16384
+
+
+@dataclass(frozen=True)
+class Code:
+    """A compiled kernel. weights: that a warp takes in one round of its main loop."""
+
+    name: str
+    arch: str
+    macros: dict[str, int]
+    cubin: bytes
+    sass: sass.Sass
+    weights: int
+    bytes_per_weight: float
+    accesses: tuple[Access, ...] = ()
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `examine` found. Loads and pipes are of the main loop, counted a warp's round."""
+
+    code: Code
+    problem: Problem
+    resources: sass.Resources
+    loads: dict[sass.Load, int]
+    pipes: dict[str, int]
+    bound: Bound | None
+
+    def per_block(self, number: int) -> float:
+        """A count of the main loop, for each 32 weights of a lane."""
+        return number * BLOCK * WARP / self.code.weights
+
+    def per_weight(self, number: int) -> float:
+        """A count of the main loop, in lanes' instructions for each weight."""
+        return number * WARP / self.code.weights
+
+    def record(self) -> dict[str, Any]:
+        """As one JSON object."""
+        rows = [asdict(load) | self._counts(number) for load, number in self.loads.items()]
+        result: dict[str, Any] = {
+            "kernel": self.code.name,
+            "arch": self.code.arch,
+            "macros": self.code.macros,
+            "problem": asdict(self.problem),
+            "resources": asdict(self.resources),
+            "local_memory_instructions": len(self.code.sass.local_memory()),
+            "loop": self.code.sass.main_span(),
+            "loop_weights": self.code.weights,
+            "loop_instructions": self._counts(len(self.code.sass.main_loop())),
+            "loads": rows,
+            "pipes": {name: self._counts(number) for name, number in self.pipes.items()},
+        }
+        if self.bound:
+            result["card"] = asdict(self.bound.card) | {"measured": False}
+            result["clocks_per_1024_weights"] = self.bound.clocks
+            result["bound_by"] = self.bound.by
+            result["least_us"] = self.least_us
+        return result
+
+    def _counts(self, number: int) -> dict[str, float]:
+        return {"loop": number, "per_block": self.per_block(number), "per_weight": self.per_weight(number)}
+
+    @property
+    def least_us(self) -> float | None:
+        """Microseconds that the bound allows for [N, K], or None without a card."""
+        return self.bound.seconds(self.problem.n * self.problem.k) * 1e6 if self.bound else None
+
+
+def kernels() -> tuple[str, ...]:
+    """Names that `examine` knows."""
+    return (codebook_mma.STEM, *(rung.stem for rung in RUNGS))
+
+
+def card_of(arch: str) -> Card | None:
+    """The first card of an architecture in the table that has the most memory bandwidth, or None."""
+    return max((card for card in CARDS.values() if card.arch == arch), key=lambda c: c.memory_tb_per_s, default=None)
+
+
+def examine(name: str, arch: str, problem: Problem, card: Card | None = None) -> Report:
+    """Compile a kernel for an architecture ("sm_90a") and read its machine code.
+
+    name: of `kernels()`; a rung's "ladder_" may be left out. card: what the bound is for, one of the architecture's by
+    default.
+
+    Raises ValueError for an unknown kernel, a problem that it does not serve or a card of another architecture,
+    ModuleNotFoundError without the CUDA packages, FileNotFoundError without cuobjdump and nvdisasm.
+    """
+    if reason := nvrtc.missing():
+        raise ModuleNotFoundError(f"lab sass {reason}")
+    if card is not None and card.arch != arch:
+        raise ValueError(f"--card {card.name} is {card.arch}; its bound needs --arch {card.arch}, not {arch}")
+    card = card or card_of(arch)
+    code = _maker(name)(arch, problem, card)
+    loop = code.sass.main_loop()
+    if not loop:
+        raise ValueError(f"{name} for {arch}: no loop that multiplies was found in its machine code")
+    return Report(
+        code,
+        problem,
+        sass.resources(code.cubin),
+        dict(sorted(sass.loads(loop).items())),
+        dict(sass.by_pipe(loop).most_common()),
+        bound(loop, code.weights, code.accesses, code.bytes_per_weight, card) if card else None,
+    )
+
+
+def _maker(name: str) -> Callable[[str, Problem, Card | None], Code]:
+    if name == codebook_mma.STEM:
+        return _codebook_mma
+    for rung in RUNGS:
+        if name in (rung.stem, rung.stem.removeprefix("ladder_")):
+            return lambda arch, problem, card: _rung(rung, arch)
+    raise ValueError(f"unknown kernel '{name}'; known: {', '.join(kernels())}")
+
+
+def _rung(rung: Rung, arch: str) -> Code:
+    cubin = rung.cubin(arch)
+    weights = WARP * rung.lane_weights
+    return Code(
+        rung.stem, arch, rung.macros, cubin, sass.disassemble(cubin), weights, rung.bytes_per_weight, rung.accesses
+    )
+
+
+def _codebook_mma(arch: str, problem: Problem, card: Card | None) -> Code:
+    """Its weights a round are what its tensor instructions multiply: each holds 16 x 16 of them."""
+    if problem.dtype not in TENSOR_DTYPES:
+        raise ValueError(f"lab sass {codebook_mma.STEM} takes x in {' or '.join(TENSOR_DTYPES)}, got '{problem.dtype}'")
+    format = get_format(problem.format)
+    format.check_shape(problem.n, problem.k)
+    multiprocessors = card.multiprocessors if card else 132
+    dtype = TENSOR_DTYPES[problem.dtype]
+    config, _ = codebook_mma.configure(format, dtype, problem.m, problem.n, problem.k, arch, multiprocessors)
+    macros = asdict(config)
+    cubin = nvrtc.compile(codebook_mma.STEM, arch, macros)
+    code = sass.disassemble(cubin)
+    times = -(-problem.m // MMA_COLUMNS)  # a weight meets this many groups of rows of x
+    weights = sass.count(code.main_loop())["HMMA"] * MMA_ROWS * MMA_K // times
+    size = sum(_bytes(part.shape, part.dtypes) for part in format.parts(problem.n, problem.k).values())
+    return Code(codebook_mma.STEM, arch, macros, cubin, code, weights, size / problem.n / problem.k)
+
+
+def _bytes(shape: Sequence[int], dtypes: Sequence[torch.dtype]) -> int:
+    return prod(shape) * dtypes[0].itemsize
