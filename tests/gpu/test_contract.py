@@ -1,0 +1,140 @@
+"""The numerics contract (DESIGN.md, section 2) for every CUDA kernel and every format that it serves."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from walk import ALL, ARCH, DEVICE, DTYPES, KERNELS, activations, apply, fitting, serves, some, weight_of
+
+from halfbyte import reference
+from halfbyte.formats import PackedWeight
+from halfbyte.kernels import Kernel
+from kernel_fuzz import keys_of, takes_strict
+
+SHAPES = ((130, 576), (4096, 4096))
+LONG = ((1000, 1536), (4096, 4096), (512, 14336))
+MS = (1, 3, 8, 16, 37)
+SEEN_ON = "sm_90a"
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_serves_some_formats_here(name: str) -> None:
+    if not keys_of(KERNELS[name], ARCH) and ARCH != SEEN_ON:
+        pytest.skip(f"{name} serves nothing on {ARCH}")
+    assert keys_of(KERNELS[name], ARCH)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("name", "key"), ALL)
+def test_error(name: str, key: str, shape: tuple[int, int]) -> None:
+    kernel, (n, k) = KERNELS[name], fitting(key, *shape)
+    weight = weight_of(key, n, k)
+    dense = weight.dequantize(torch.float64).t()
+    seen = 0
+    for dtype in DTYPES:
+        for m in (m for m in MS if serves(kernel, key, dtype, m, n, k)):
+            x = activations(m, k, dtype)
+            bias = torch.randn(n, device=DEVICE).to(dtype) if m % 2 else None
+            y = x.double() @ dense + (0 if bias is None else bias.double())
+            for strict in (False, True)[: 1 + takes_strict(kernel)]:
+                label = f"{name} {key} {n} × {k} {dtype} M={m} strict={strict}"
+                reference.assert_within_contract(apply(kernel, x, weight, bias, strict), y, label)
+                seen += 1
+    assert seen
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("name", "key"), ALL)
+def test_single_weights(name: str, key: str, dtype: torch.dtype) -> None:
+    """Weights read back one by one: nothing off by more than one, and in strict mode 99 % equal."""
+    kernel, (n, k) = KERNELS[name], fitting(key, 192, 256)
+    weight = weight_of(key, n, k)
+    swapped = reference.swap_nibbles(weight)
+    columns = list(range(0, k, max(1, k // 50)))
+    sizes = [m for m in (1, 8, 64) if serves(kernel, key, dtype, m, n, k)]
+    if not sizes:
+        pytest.skip(f"{name} does not take {dtype} in {key}")
+    for m in sizes:
+        for strict in (False, True)[: 1 + takes_strict(kernel)]:
+            layer = partial(in_chunks, kernel, m, strict)
+            probe = reference.one_hot_probe(lambda x: layer(x, weight), weight, dtype, columns)  # noqa: B023
+            wrong = reference.one_hot_probe(lambda x: layer(x, swapped), weight, dtype, columns)  # noqa: B023
+            label = f"{name} {key} {dtype} M={m} strict={strict}: {probe}"
+            if dtype == torch.float32:  # a table of 21 bits or more: not to the bit
+                assert probe.worst_ulp <= 8 or weight.format.offset is not None, label  # where a difference may cancel
+            elif strict:
+                assert probe.within_contract(dtype), label
+            else:
+                assert probe.worst_ulp <= 1, label
+            assert wrong.worst_ulp > 16, f"{label}: swapped nibbles are not noticed: {wrong}"
+
+
+def in_chunks(kernel: Kernel, m: int, strict: bool, x: Tensor, weight: PackedWeight) -> Tensor:
+    """The kernel's answer, `m` rows at a time."""
+    return torch.cat([apply(kernel, rows, weight, strict=strict) for rows in x.split(m)])
+
+
+@pytest.mark.parametrize("exponent", [-100, -60, -14, 60, 100])
+@pytest.mark.parametrize(("name", "key"), [case for case in ALL if case[1] in ("nf4-64", "mxfp4", "q4_0", "q4_1")])
+def test_extreme_activations(name: str, key: str, exponent: int) -> None:
+    """bf16 and fp32 far beyond fp16's range neither overflow nor vanish; fp16 only where the exact result does."""
+    kernel, (n, k) = KERNELS[name], fitting(key, 256, 512)
+    weight = weight_of(key, n, k)
+    for dtype in DTYPES:
+        scale = 2.0 ** (10 if exponent > 0 else -12) if dtype == torch.float16 else 2.0**exponent
+        x = (activations(4, k, torch.float32) * scale).to(dtype)
+        x = torch.where(torch.isfinite(x), x, 0)
+        for m in (1, 4):
+            if serves(kernel, key, dtype, m, n, k):
+                y = reference.linear(x[:m], weight)
+                reference.assert_within_contract(apply(kernel, x[:m], weight), y, f"{name} {key} {dtype} 2^{exponent}")
+
+
+@pytest.mark.parametrize("shape", LONG, ids=str)
+@pytest.mark.parametrize(("name", "key"), some(4))
+def test_a_row_has_the_same_bits_always(name: str, key: str, shape: tuple[int, int]) -> None:
+    """Run after run, alone, inside any batch, and wherever in the batch it is."""
+    kernel, (n, k) = KERNELS[name], fitting(key, *shape)
+    weight = weight_of(key, n, k)
+    limit = min(kernel.batch_invariant_to, 64)
+    for dtype in DTYPES:
+        ms = [m for m in (2, 3, 4, 7, 8, 9, 16, 33, 64) if m <= limit and serves(kernel, key, dtype, m, n, k)]
+        if not serves(kernel, key, dtype, 1, n, k):
+            continue
+        for strict in (False, True)[: 1 + takes_strict(kernel)]:
+            rows = max([1, *ms])
+            x = activations(rows, k, dtype)
+            x[-1] *= 1000 if dtype != torch.float16 else 1  # what one row holds is no matter to the others
+            alone = torch.cat([apply(kernel, x[i : i + 1], weight, strict=strict) for i in range(rows)])
+            for _ in range(10):
+                assert torch.equal(apply(kernel, x[:1], weight, strict=strict), alone[:1]), f"{dtype} M=1 again"
+            for m in ms:
+                for turn in (0, 1, m - 1):
+                    out = apply(kernel, x[:m].roll(turn, 0), weight, strict=strict)
+                    assert torch.equal(out, alone[:m].roll(turn, 0)), f"{dtype} M={m} rolled by {turn} strict={strict}"
+                again = [apply(kernel, x[:m], weight, strict=strict) for _ in range(5)]
+                assert all(torch.equal(out, alone[:m]) for out in again), f"{dtype} M={m} again"
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="takes a GPU's memory")
+@pytest.mark.parametrize(("name", "key"), some(3))
+def test_more_weights_than_32_bits_count(name: str, key: str) -> None:
+    """A matrix of which each row is repeated 33 times, at a distance that is no power of two."""
+    kernel, (n, k), times = KERNELS[name], fitting(key, 4160, 32768), 33
+    base = weight_of(key, n, k)
+    wanted = base.format.parts(times * n, k)
+    repeats = {
+        name: [large // small for large, small in zip(wanted[name].shape, part.shape, strict=True)]
+        for name, part in base.parts.items()
+    }
+    parts = {name: part.repeat(repeats[name]) if part.dim() else part for name, part in base.parts.items()}
+    weight = PackedWeight(base.format, (times * n, k), parts)
+    assert times * n * k > 2**32
+    for m in (1, 8):
+        if serves(kernel, key, torch.bfloat16, m, times * n, k):
+            x = activations(m, k, torch.bfloat16)
+            y = reference.linear(x, base).repeat(1, times)
+            reference.assert_within_contract(apply(kernel, x, weight), y, f"{name} {key} M={m}")
