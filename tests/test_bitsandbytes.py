@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import threading
 import warnings
@@ -14,6 +15,7 @@ from torch import Tensor
 from halfbyte import reference
 from halfbyte.formats import PackedWeight, get_format
 from halfbyte.integrations import bitsandbytes as switch
+from halfbyte.kernels import kernels
 from halfbyte.kernels.cpu import library
 
 bnb = pytest.importorskip("bitsandbytes")
@@ -79,14 +81,14 @@ def test_linear4bit_in_eval(repacking, family, nested, storage):
         layer = layer_of(dtype=dtype, nested=nested, family=family, storage=storage).eval()
         weight, before = packed_of(layer.weight, layer.weight.quant_state), layer.weight.data.clone()
         with switch.enabled(), torch.inference_mode():
-            for m in (1, 8, 70):
+            for m in (1, 8, 64):
                 x = rand(m, 128, dtype=dtype, seed=m)
                 reference.assert_within_contract(layer(x), reference.linear(x, weight, layer.bias), f"M = {m}")
         assert layer.weight.data.dtype == storage
         assert torch.equal(layer.weight.data.view(torch.uint8), before.view(torch.uint8))
     result = switch.status()
     assert not result.fallbacks
-    assert result.served == {"gemm_4bit": {"cpu_linear": {"1": 3, "2-8": 3, "65+": 3}}}
+    assert result.served == {"gemm_4bit": {"cpu_linear": {"1": 3, "2-8": 3, "9-64": 3}}}
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -120,10 +122,12 @@ def test_gemm_over_formats(family, nested, blocksize):
         for dtype in DTYPES:
             x, bias = rand(3, 128, dtype=dtype), rand(96, dtype=dtype, seed=5)
             reference.assert_within_contract(gemm(x, codes, state, bias), reference.linear(x, weight, bias))
-            probe = reference.one_hot_probe(lambda x: gemm(x, codes, state), weight, dtype)
+            columns = range(32, 96)  # as many as halfbyte takes rows of x
+            probe = reference.one_hot_probe(lambda x: gemm(x, codes, state), weight, dtype, columns)
             assert probe.within_contract(dtype)
             swapped = reference.swap_nibbles(weight)
-            assert not reference.one_hot_probe(lambda x: gemm(x, codes, state), swapped, dtype).within_contract(dtype)
+            probe = reference.one_hot_probe(lambda x: gemm(x, codes, state), swapped, dtype, columns)
+            assert not probe.within_contract(dtype)
     assert switch.status().misses == 0
 
 
@@ -237,11 +241,67 @@ def test_fallbacks_are_served_and_counted():
     assert "a codebook" in str(switch.status())
 
 
+def test_many_rows_go_where_they_are_faster():
+    """Beyond 64 rows a CPU multiplies a decoded weight: bitsandbytes is faster at that, large fp32 layers apart."""
+    for n, dtype, served in ((96, torch.bfloat16, False), (96, torch.float32, False), (65536, torch.float32, True)):
+        codes, state = quantized(n, dtype=dtype)
+        x = rand(65, 128, dtype=dtype)
+        expected = gemm(x, codes, state)
+        switch.reset_counters()
+        with switch.enabled():
+            out = gemm(x, codes, state)
+            assert gemm(x[:64], codes, state).shape == (64, n)
+        rows = switch.status().served["gemm_4bit"]["cpu_linear"]
+        assert rows == ({"65+": 1, "9-64": 1} if served else {"9-64": 1})
+        if served:
+            reference.assert_within_contract(out, reference.linear(x, packed_of(codes, state)))
+        else:
+            assert torch.equal(out, expected)
+            reason = f"M 65+ in {dtype}: bitsandbytes decodes the weight and multiplies, which is faster"
+            assert switch.status().fallbacks["gemm_4bit"] == {reason: 1}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_weights_that_change_under_way(nested):
+    """Tensors are known again from call to call: changes in place, other memory and other scales must be noticed."""
+    codes, state = quantized(nested=nested)
+    other, other_state = functional.quantize_4bit(rand(96, 128, seed=8), compress_statistics=nested, quant_type="nf4")
+    x = rand(3, 128, dtype=torch.bfloat16)
+    with switch.enabled():
+        for change in range(5):
+            if change == 1:
+                codes.copy_(other)
+            elif change == 2:
+                codes.data = codes.data.flip(0).contiguous()
+            elif change == 3:
+                state.absmax.copy_(other_state.absmax)
+            elif change == 4:
+                state.absmax = state.absmax.flip(0).contiguous()
+            reference.assert_within_contract(gemm(x, codes, state), reference.linear(x, packed_of(codes, state)))
+            if not nested:
+                again = operators.gemv_4bit(x, codes, state.shape, state.absmax, state.code, 64)
+                assert torch.equal(again, gemm(x, codes, state))
+    assert switch.status().misses == 0
+
+
+def test_no_weight_is_kept():
+    codes, state = quantized(nested=True)
+    with switch.enabled():
+        gc.collect()
+        before = len(switch._layers._entries)
+        gemm(rand(3, 128, dtype=torch.bfloat16), codes, state)
+        assert len(switch._layers._entries) == before + 1
+        del codes, state
+        gc.collect()
+        assert len(switch._layers._entries) == before
+
+
 def test_without_a_kernel_the_result_is_that_of_bitsandbytes(monkeypatch):
+    fallback = next(kernel for kernel in kernels() if kernel.backend == "torch")
     codes, state = quantized(nested=True)
     x = rand(3, 128, dtype=torch.bfloat16)
     expected = gemm(x, codes, state)
-    monkeypatch.setattr(switch, "_kernel_name", lambda *problem: None)
+    monkeypatch.setattr(switch.CheckedWeight, "kernel", lambda *problem: fallback)
     with switch.enabled():
         assert torch.equal(gemm(x, codes, state), expected)
     reason = "no kernel for nf4-64-nested with x in torch.bfloat16, M 2-8, on cpu"
@@ -366,6 +426,4 @@ def test_log_line_at_the_first_call(caplog):
     with caplog.at_level(logging.INFO, "halfbyte"), switch.enabled():
         for _ in range(3):
             gemm(rand(1, 128, dtype=torch.bfloat16), codes, state)
-    assert [record.message for record in caplog.records] == [
-        "bitsandbytes::gemm_4bit is served by halfbyte's cpu_linear"
-    ]
+    assert [record.message for record in caplog.records] == ["gemm_4bit is served by halfbyte's cpu_linear"]

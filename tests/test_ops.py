@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from halfbyte import reference
+from halfbyte import ops, reference
 from halfbyte.formats import PackedWeight, get_format, quantize
 from halfbyte.kernels import Problem
 from halfbyte.kernels.cpu import library
+from halfbyte.nn import QuantLinear
 from halfbyte.ops import linear
 from halfbyte.plan import plan
 
@@ -235,7 +238,8 @@ REFUSED: dict[str, tuple[type[Exception], str, Tensor, list[Tensor], Tensor | No
     "x without dimensions": (ValueError, r"x must have 160 columns.*\[\]", torch.tensor(1.0), [CODES, ABSMAX], None),
     "a part missing": (ValueError, r"2 parts \['codes', 'absmax'\], got 1", rand(2, K), [CODES], None),
     "codes too short": (ValueError, r"'codes'.*shape \[3840\], got \[3839\]", rand(2, K), replace(0, CODES[1:]), None),
-    "codes as a column": (ValueError, r"'codes'.*shape", rand(2, K), replace(0, CODES.view(-1, 1)), None),
+    "codes as a matrix": (ValueError, r"'codes'.*shape", rand(2, K), replace(0, CODES.view(N, -1)), None),
+    "absmax as a column": (ValueError, r"'absmax'.*shape", rand(2, K), replace(1, ABSMAX.view(-1, 1)), None),
     "absmax in bf16": (
         TypeError, r"'absmax' of a nf4-64.*float32, got torch\.bfloat16.*cannot be undone",
         rand(2, K), replace(1, ABSMAX.bfloat16()), None,
@@ -303,3 +307,73 @@ def test_the_result_is_fresh() -> None:
     kept = first.clone()
     linear(rand(2, K, seed=9), weight)
     assert torch.equal(first, kept)
+
+
+def other(weight: PackedWeight) -> PackedWeight:
+    """A weight of the same format and shape with other numbers."""
+    return quantize(torch.randn(weight.shape, generator=torch.Generator().manual_seed(99)), weight.format.key)
+
+
+@pytest.mark.parametrize("format", ["nf4", "nf4-64-nested", "q4_0"])
+def test_a_weight_that_changes_under_way(format: str) -> None:
+    """Checked tensors are known again by object, address and shape: none of these changes may go unnoticed."""
+    weight, x = make(format), rand(2, K)
+    parts, fresh = list(weight.parts.values()), list(other(weight).parts.values())
+    before, wanted = op(x, parts, None, format, N, K), op(x, fresh, None, format, N, K)
+    assert not torch.equal(before, wanted)
+    for part, new in zip(parts, fresh, strict=True):
+        part.copy_(new)
+    assert torch.equal(op(x, parts, None, format, N, K), wanted)
+    for part in parts:
+        part.data = part.data.clone()  # other memory in the same objects, as Module.to does
+    fresh[0].copy_(weight.codes)
+    assert torch.equal(op(x, parts, None, format, N, K), wanted)
+    parts[0].data = parts[0].data[1:]
+    with pytest.raises(ValueError, match="must have shape"):
+        op(x, parts, None, format, N, K)
+
+
+def test_the_same_tensors_under_another_description() -> None:
+    """Two shapes with as many bytes, and a format with the same parts: each call is checked as it is meant."""
+    weight, x = make("nf4", 64, 64), rand(2, 64)
+    parts = list(weight.parts.values())
+    op(x, parts, None, "nf4-64", 64, 64)
+    for format, n, k in (("nf4-64", 32, 128), ("fp4-64", 64, 64), ("nf4-64", 64, 64)):
+        y = reference.linear(rand(2, k), PackedWeight(get_format(format), (n, k), weight.parts))
+        reference.assert_within_contract(op(rand(2, k), parts, None, format, n, k), y)
+    with pytest.raises(ValueError, match=r"'absmax'.*shape"):
+        op(x, parts, None, "nf4-128", 64, 64)
+
+
+@pytest.mark.parametrize("format", ["nf4", "nf4-64-nested", "q4_0"])
+def test_no_memory_is_kept(format: str) -> None:
+    """What is remembered of a weight goes with it, and `Module.to` leaves nothing behind."""
+    entries = ops._weights._entries
+    gc.collect()
+    before = len(entries)
+    weight = make(format)
+    linear(rand(2, K), weight)
+    assert len(entries) == before + 1
+    del weight
+    gc.collect()
+    assert len(entries) == before
+    layer = QuantLinear.from_packed(make(format))
+    layer(rand(2, K))
+    assert len(entries) == before + 1
+    layer.to("meta")
+    assert len(entries) == before
+
+
+def test_a_change_in_place_shows_in_the_version_that_kernels_see() -> None:
+    """codebook_mma starts early where a weight's versions have not changed: the views it is given must share them."""
+    for mode in (contextlib.nullcontext, torch.no_grad, torch.inference_mode, torch._C._AutoDispatchBelowAutograd):
+        parts = list(make("nf4-64-nested").parts.values())
+        with mode():
+            op(rand(2, K), parts, None, "nf4-64-nested", N, K)
+        checked = ops._weights.find(parts)
+        assert checked is not None
+        for part, seen in zip(parts, checked.packed.parts.values(), strict=True):
+            assert seen is not part
+            part.add_(0)
+            assert seen._version == part._version == 1
+        assert ops._weights.find(parts) is checked

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .checkpoints import open_checkpoint
     from .formats import BlockFormat, PackedWeight, get_format, quantize
+    from .integrations.optimize import optimize, restore
     from .integrations.transformers import HalfbyteConfig, load
     from .nn import QuantLinear, prepare
     from .ops import linear
@@ -25,8 +26,10 @@ _HOMES = {
     "linear": "ops",
     "load": "integrations.transformers",
     "open_checkpoint": "checkpoints",
+    "optimize": "integrations.optimize",
     "prepare": "nn",
     "quantize": "formats",
+    "restore": "integrations.optimize",
 }
 
 __all__ = [
@@ -38,8 +41,10 @@ __all__ = [
     "linear",
     "load",
     "open_checkpoint",
+    "optimize",
     "prepare",
     "quantize",
+    "restore",
 ]
 
 

@@ -13,7 +13,7 @@ from .checkpoints import pack_state, unpack_state
 from .checkpoints.own import LABEL, pack_own, unpack_own
 from .formats import BlockFormat, PackedWeight, get_format, quantize
 from .kernels.registry import DTYPES
-from .ops import linear_op
+from .ops import forget_weight, linear_op
 
 BNB_FAMILIES = ("nf4", "fp4")
 DECODE_MS = (1, 2, 4, 8)  # rows that `prepare` gets ready for by default
@@ -98,6 +98,8 @@ class QuantLinear(nn.Linear):
     def packed(self) -> PackedWeight:
         """The weight, on this layer's memory."""
         parts = dict(zip(self.format.parts(*self._shape), self._part_list(), strict=True))
+        if self._column:
+            parts[self.format.layout.part] = self.weight.view(-1)
         return PackedWeight(self.format, self._shape, parts)
 
     def adopt(self, weight: PackedWeight) -> None:
@@ -146,14 +148,18 @@ class QuantLinear(nn.Linear):
             self.register_buffer(name, part)
 
     def _part_list(self) -> list[Tensor]:
-        """The parts in the format's order, codes first."""
+        """The parts in the format's order, codes first, the very tensors of this module: the operator knows them again.
+
+        Codes that bitsandbytes keeps as a column are one here, too.
+        """
         weight: Tensor = self.weight
         others: dict[str, Any] = self._buffers  # `getattr` would take three times as long
-        return [weight.view(-1) if self._column else weight, *(others[name] for name in self._buffer_names)]
+        return [weight, *[others[name] for name in self._buffer_names]]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
         """Casts reach the bias only: a scale that was rounded once is lost."""
         parts = (self.weight, *self._buffers.values())
+        forget_weight(self._part_list())
 
         def move(tensor: Tensor) -> Tensor:
             moved = fn(tensor)

@@ -9,15 +9,17 @@ eagerly, under autograd (x and bias; the weight gets no gradient), under autocas
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 
+from .counters import bucket, counts
 from .device import arch_of
 from .formats import BlockFormat, PackedWeight, get_format
 from .formats.codecs import Part
@@ -57,7 +59,7 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tenso
     return result
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Spec:
     """What the tensors of a weight [n, k] in a format must look like."""
 
@@ -92,7 +94,7 @@ def _check_input(name: str, x: Tensor, columns: int, spec: _Spec) -> None:
 def _check_parts(x: Tensor, parts: Sequence[Tensor], spec: _Spec) -> None:
     """Raise unless `parts` are the tensors of the format, in its order, contiguous and where `x` is.
 
-    This runs on every call, so the test that all is well is kept short and the words are kept for `_part_error`.
+    The codes may also be a column, [bytes, 1]: that is how bitsandbytes and QuantLinear keep them.
     """
     if len(parts) != len(spec.parts):
         raise ValueError(
@@ -102,7 +104,7 @@ def _check_parts(x: Tensor, parts: Sequence[Tensor], spec: _Spec) -> None:
     for i, wanted in enumerate(spec.parts):
         part = parts[i]
         if (
-            part.shape != wanted.shape
+            (part.shape != wanted.shape and (i or part.shape != (*wanted.shape, 1)))
             or part.dtype not in wanted.dtypes
             or part.device != device
             or not part.is_contiguous()
@@ -116,11 +118,11 @@ def _part_error(x: Tensor, spec: _Spec, index: int, part: Tensor) -> Exception:
     if part.dtype not in wanted.dtypes:
         names = " or ".join(str(dtype) for dtype in wanted.dtypes)
         return TypeError(f"{label} must be {names}, got {part.dtype}; load it again, a cast cannot be undone")
-    if tuple(part.shape) != wanted.shape:
-        return ValueError(f"{label} must have shape {list(wanted.shape)}, got {list(part.shape)}")
     if part.device != x.device:
         return ValueError(f"{label} is on {part.device} but the activations are on {x.device}; move one of them")
-    return ValueError(f"{label} is not contiguous (strides {part.stride()}); call .contiguous() on it once")
+    if not part.is_contiguous():
+        return ValueError(f"{label} is not contiguous (strides {part.stride()}); call .contiguous() on it once")
+    return ValueError(f"{label} must have shape {list(wanted.shape)}, got {list(part.shape)}")
 
 
 def _check_bias(x: Tensor, bias: Tensor, spec: _Spec) -> None:
@@ -132,43 +134,152 @@ def _check_bias(x: Tensor, bias: Tensor, spec: _Spec) -> None:
         raise ValueError(f"halfbyte.linear: bias is on {bias.device} but x is on {x.device}; move one of them")
 
 
-def _weight(spec: _Spec, parts: Sequence[Tensor]) -> PackedWeight:
-    """The parts as a PackedWeight, without the checks of its constructor: `_check_parts` made them."""
-    weight = object.__new__(PackedWeight)
-    object.__setattr__(weight, "format", spec.format)
-    object.__setattr__(weight, "shape", (spec.n, spec.k))
-    object.__setattr__(weight, "parts", dict(zip(spec.names, parts, strict=True)))
+class CheckedWeight:
+    """The tensors of a weight after their checks, ready to multiply by; `checked_weight` makes and remembers them."""
+
+    def __init__(self, spec: _Spec, parts: Sequence[Tensor]) -> None:
+        self.spec = spec
+        self.device = parts[0].device
+        views = [part.detach().view(wanted.shape) for part, wanted in zip(parts, spec.parts, strict=True)]
+        self.packed = object.__new__(PackedWeight)  # its constructor would check once more
+        for name, value in (
+            ("format", spec.format),
+            ("shape", (spec.n, spec.k)),
+            ("parts", dict(zip(spec.names, views, strict=True))),
+        ):
+            object.__setattr__(self.packed, name, value)
+
+    def check_input(self, name: str, x: Tensor, columns: int) -> None:
+        """Raise unless `x` is a floating-point tensor [..., columns] on the weight's device."""
+        _check_input(name, x, columns, self.spec)
+        if x.device != self.device:
+            raise _part_error(x, self.spec, 0, self.packed.codes)
+
+    def kernel(self, dtype: torch.dtype, m: int) -> Kernel:
+        """The kernel that is planned for m rows of x of a dtype."""
+        return _kernel(self.spec, dtype, m, self.device)
+
+    def multiply(self, x: Tensor, bias: Tensor | None, operator: str = "linear") -> Tensor:
+        """The operator `linear` on real tensors. Raises TypeError or ValueError as `linear` does.
+
+        operator: under which name the call is counted.
+        """
+        spec = self.spec
+        n, k = spec.n, spec.k
+        flat = x.dim() == 2
+        self.check_input("x", x, k)
+        if bias is not None:
+            _check_bias(x, bias, spec)
+            bias = bias.contiguous()
+        rows = x if flat else x.reshape(x.numel() // k, k)
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        m = rows.shape[0]
+        out = rows.new_empty(m, n)
+        kernel = self.kernel(x.dtype, m)
+        counts.serve(operator, kernel.name, bucket(m))
+        if m:
+            run = kernel.run
+            if x.is_cuda and x.device.index != torch.cuda.current_device():
+                with torch.cuda.device(x.device):
+                    run(rows, self.packed, bias, out)
+            else:
+                run(rows, self.packed, bias, out)
+        return out if flat else out.view(*x.shape[:-1], n)
+
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry(Generic[Value]):
+    """A value, and the tensors it was made from: themselves if they still are, address, shape and dtype."""
+
+    tensors: tuple[tuple[weakref.ref[Tensor], int, torch.Size, torch.dtype], ...]
+    count: int
+    value: Value
+
+
+class Memo(Generic[Value]):
+    """Values made from a list of tensors, found again as long as those are the same memory, shapes and dtypes.
+
+    Checks cost more than some kernels do, and what they look at seldom changes. A value may hold views of the tensors
+    but not the last of them itself: it is forgotten when that one's Python object goes. (A view keeps memory: where
+    tensors are given other memory in place, as Module.to does, `forget` lets the old go before the next call would.)
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, _Entry[Value]] = {}
+
+    def find(self, tensors: Sequence[Tensor]) -> Value | None:
+        """What was kept for these tensors, or None."""
+        entry = self._entries.get(id(tensors[-1]))
+        if entry is None or len(tensors) != entry.count:
+            return None
+        for tensor, (seen, address, shape, dtype) in zip(tensors, entry.tensors):  # noqa: B905 (of one length)
+            if tensor.data_ptr() != address or (
+                seen() is not tensor and (tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous())
+            ):
+                return None
+        return entry.value
+
+    def keep(self, tensors: Sequence[Tensor], value: Value) -> None:
+        """Remember `value` for these tensors. Does nothing where views made now would not share their versions."""
+        if torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.ADInplaceOrView):
+            return
+        key, entries = id(tensors[-1]), self._entries
+
+        def gone(reference: weakref.ref[Tensor]) -> None:
+            entry = entries.get(key)
+            if entry is not None and entry.tensors[-1][0] is reference:
+                del entries[key]
+
+        seen = [(weakref.ref(tensor), tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors]
+        seen[-1] = (weakref.ref(tensors[-1], gone), *seen[-1][1:])
+        entries[key] = _Entry(tuple(seen), len(seen), value)
+
+    def forget(self, tensor: Tensor) -> None:
+        """Drop what was kept for a list of tensors that ends with this one."""
+        self._entries.pop(id(tensor), None)
+
+
+_weights: Memo[CheckedWeight] = Memo()
+
+
+def checked_weight(x: Tensor, parts: Sequence[Tensor], key: str, n: int, k: int) -> CheckedWeight:
+    """The parts of a weight [n, k], checked against the format (and where `x` is) now or in an earlier call.
+
+    Raises TypeError or ValueError, as `linear` does.
+    """
+    spec = _spec(key, n, k)
+    weight = _weights.find(parts) if parts else None
+    if weight is None or weight.spec is not spec:
+        weight = check_weight(x, parts, key, n, k)
+        _weights.keep(parts, weight)
     return weight
 
 
+def check_weight(x: Tensor, parts: Sequence[Tensor], key: str, n: int, k: int) -> CheckedWeight:
+    """`checked_weight` for callers that remember it themselves."""
+    spec = _spec(key, n, k)
+    _check_parts(x, parts, spec)
+    return CheckedWeight(spec, parts)
+
+
+def forget_weight(parts: Sequence[Tensor]) -> None:
+    """Let go of the memory of a weight whose tensors are about to get other memory in place."""
+    _weights.forget(parts[-1])
+
+
 @lru_cache(maxsize=4096)
-def _kernel(spec_key: tuple[str, int, int], dtype: torch.dtype, m: int, device: torch.device) -> Kernel:
+def _kernel(spec: _Spec, dtype: torch.dtype, m: int, device: torch.device) -> Kernel:
     """The planned kernel. Keyed by device, as two GPUs of one machine may differ."""
-    key, n, k = spec_key
-    return plan(Problem(get_format(key), dtype, m, n, k, arch_of(device))).kernel
+    return plan(Problem(spec.format, dtype, m, spec.n, spec.k, arch_of(device))).kernel
 
 
 def linear_on_tensors(x: Tensor, parts: Sequence[Tensor], bias: Tensor | None, key: str, n: int, k: int) -> Tensor:
     """The operator on real tensors."""
-    spec = _spec(key, n, k)
-    _check_input("x", x, k, spec)
-    _check_parts(x, parts, spec)
-    if bias is not None:
-        _check_bias(x, bias, spec)
-        bias = bias.contiguous()
-    rows = x if x.dim() == 2 else x.reshape(x.numel() // k, k)
-    if rows.stride(1) != 1:
-        rows = rows.contiguous()
-    m = rows.shape[0]
-    out = rows.new_empty((m, n))
-    if m:
-        run = _kernel((key, n, k), x.dtype, m, x.device).run
-        if x.device.type == "cuda" and x.device.index != torch.cuda.current_device():
-            with torch.cuda.device(x.device):
-                run(rows, _weight(spec, parts), bias, out)
-        else:
-            run(rows, _weight(spec, parts), bias, out)
-    return out if x.dim() == 2 else out.view(*x.shape[:-1], n)
+    return checked_weight(x, parts, key, n, k).multiply(x, bias)
 
 
 def _linear_fake(x: Tensor, parts: Sequence[Tensor], bias: Tensor | None, key: str, n: int, k: int) -> Tensor:
@@ -182,10 +293,9 @@ def _linear_fake(x: Tensor, parts: Sequence[Tensor], bias: Tensor | None, key: s
 
 def _linear_grad(grad: Tensor, parts: Sequence[Tensor], key: str, n: int, k: int) -> Tensor:
     """grad [..., N] times the weight: [..., K] of grad's dtype. Sums in fp32, rounded once."""
-    spec = _spec(key, n, k)
-    _check_input("grad", grad, n, spec)
-    _check_parts(grad, parts, spec)
-    weight = _weight(spec, parts)
+    checked = checked_weight(grad, parts, key, n, k)
+    checked.check_input("grad", grad, n)
+    weight = checked.packed
     rows = grad.reshape(grad.numel() // n, n).float()
     total = rows.new_zeros((rows.shape[0], k))
     step = max(1, GRAD_CHUNK_VALUES // k)

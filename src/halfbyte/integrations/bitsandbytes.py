@@ -16,39 +16,37 @@ import atexit
 import copy
 import gc
 import logging
+import math
 import os
 import sys
 import threading
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._C import DispatchKeySet
-from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import __version__
-from ..device import arch_of
-from ..formats import PackedWeight, get_format
+from ..counters import bucket, counts, logger
 from ..formats.table import BNB_BLOCKSIZES, FP4, NF4
-from ..kernels import Problem
 from ..kernels.cpu import library
 from ..kernels.cpu_decode import decode
 from ..kernels.registry import DTYPES
-from ..ops import linear_on_tensors, linear_op
-from ..plan import plan
+from ..ops import CheckedWeight, Memo, check_weight, linear_op
 
 VARIABLE = "HALFBYTE_BITSANDBYTES"  # "1": on as soon as halfbyte is imported
 STATUS_VARIABLE = "HALFBYTE_STATUS"  # "1": print the counters when the process ends
 # On a GPU bitsandbytes' own dequantize_4bit stays: halfbyte has no faster way to write a dense matrix there.
 OPERATORS = {"CPU": ("gemm_4bit", "gemv_4bit", "dequantize_4bit"), "CUDA": ("gemm_4bit", "gemv_4bit")}
+SERVED_ROWS = 64  # of x; beyond, a CPU multiplies a decoded weight, and bitsandbytes may be faster at that
+LARGE_LAYER = 1 << 23  # weights
 GATE = "support_avx512bf16_for_cpu"  # the attribute of Linear4bit that says whether to repack on this CPU
 _FORMATS = {
     (family, blocksize, nested): f"{family}-{blocksize}" + ("-nested" if nested else "")
@@ -57,7 +55,6 @@ _FORMATS = {
     for nested in (False, True)
 }
 
-logger = logging.getLogger("halfbyte")
 _lock = threading.RLock()
 _active: _Switch | None = None
 
@@ -66,7 +63,8 @@ _active: _Switch | None = None
 class Status:
     """What the switch has done in this process since the counters were last at zero.
 
-    served: operator -> kernel -> rows of x ("0", "1", "2-8", "9-64", "65+"; "weight": it was decoded) -> calls.
+    served: operator -> kernel -> rows of x ("0", "1", "2-8", "9-64", "65+"; "weight": it was decoded) -> calls. The
+    operator "linear" is halfbyte's own: QuantLinear, and what `halfbyte.optimize` put in place.
     fallbacks: operator -> reason -> calls that bitsandbytes' own implementation served.
     A CUDA graph's replay runs no Python: its calls are counted once, when it is captured.
     """
@@ -99,44 +97,6 @@ class Status:
         for operator, reasons in self.fallbacks.items():
             lines += [f"  {operator} passed on: {count:,} × {reason}" for reason, count in reasons.items()]
         return "\n".join(lines)
-
-
-class _Counts:
-    """Counters of calls, safe to raise from several threads."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.reset()
-
-    def reset(self) -> None:
-        with self._lock:
-            self._served: Counter[tuple[str, str, str]] = Counter()
-            self._passed: Counter[tuple[str, str]] = Counter()
-            self._silent = True
-
-    def serve(self, operator: str, kernel: str, bucket: str) -> None:
-        with self._lock:
-            self._served[operator, kernel, bucket] += 1
-            first, self._silent = self._silent, False
-        if first:
-            logger.info("bitsandbytes::%s is served by halfbyte's %s", operator, kernel)
-
-    def passed(self, operator: str, reason: str) -> None:
-        with self._lock:
-            self._passed[operator, reason] += 1
-
-    def status(self, enabled: bool) -> Status:
-        served: dict[str, dict[str, dict[str, int]]] = {}
-        fallbacks: dict[str, dict[str, int]] = {}
-        with self._lock:
-            for (operator, kernel, bucket), count in self._served.items():
-                served.setdefault(operator, {}).setdefault(kernel, {})[bucket] = count
-            for (operator, reason), count in self._passed.items():
-                fallbacks.setdefault(operator, {})[reason] = count
-        return Status(enabled, served, fallbacks)
-
-
-_counts = _Counts()
 
 
 class _Unserved(Exception):
@@ -181,12 +141,12 @@ def enabled() -> Iterator[None]:
 
 def status() -> Status:
     """Whether it is on, and the counters; `print(status())` is for people."""
-    return _counts.status(_active is not None)
+    return Status(_active is not None, *counts.totals())
 
 
 def reset_counters() -> None:
     """Set all counters to zero."""
-    _counts.reset()
+    counts.reset()
 
 
 def environment() -> dict[str, Any]:
@@ -297,7 +257,7 @@ class _Switch:
                 if module.__dict__.get(GATE):
                     self.gates[module] = module.__dict__[GATE]
                     module.__dict__[GATE] = False
-                _put_back(module)
+                put_back(module)
 
     def close(self) -> None:
         if self.gated:
@@ -307,7 +267,7 @@ class _Switch:
         self.library._destroy()
 
 
-def _put_back(module: Any) -> None:
+def put_back(module: Any) -> None:
     """Undo bitsandbytes' repacking of one Linear4bit: codes exactly, scales as the bf16 numbers that they became.
 
     bitsandbytes' own inverse would quantise nested scales anew, and leaves the others transposed: only the codes are
@@ -333,7 +293,7 @@ def _serve(operator: str, server: Callable[..., Tensor], original: Any, keyset: 
     try:
         return server(*args)
     except (_Unserved, TypeError, ValueError) as error:  # the last two: halfbyte's own checks refused an argument
-        _counts.passed(operator, str(error))
+        counts.passed(operator, str(error))
     result: Tensor = original.call_boxed(keyset, *args)
     return result
 
@@ -352,52 +312,91 @@ def _gemm(
 ) -> Tensor:
     """bitsandbytes::gemm_4bit. Nested scales: `absmax` is their second level, `absmax_8bit` the first."""
     if absmax_8bit is None:
-        scales = [_flat_scales(absmax)]
-    elif absmax_code is None or absmax_offset is None:
+        return _multiply("gemm_4bit", x, [codes, absmax], shape, blocksize, quant_type, bias)
+    if absmax_code is None or absmax_offset is None:
         raise _Unserved("nested scales without absmax_code or absmax_offset")
-    else:
-        scales = [absmax_8bit, _flat_scales(absmax), absmax_code, _scalar(absmax_offset)]
-    return _multiply("gemm_4bit", x, codes, shape, scales, blocksize, quant_type, bias)
+    tensors = [codes, absmax_8bit, absmax, absmax_code, absmax_offset]
+    return _multiply("gemm_4bit", x, tensors, shape, blocksize, quant_type, bias)
 
 
 def _gemv(x: Tensor, codes: Tensor, shape: Sequence[int], absmax: Tensor, table: Tensor, blocksize: int) -> Tensor:
     """bitsandbytes::gemv_4bit, for any number of rows: on some CPUs it is what Linear4bit calls for all of them."""
     if absmax.dim() == 2:
         raise _Unserved("the weight was repacked by bitsandbytes while halfbyte was off")
-    return _multiply("gemv_4bit", x, codes, shape, [_flat_scales(absmax)], blocksize, _family(table), None)
+    return _multiply("gemv_4bit", x, [codes, absmax], shape, blocksize, _family(table), None)
+
+
+class _Layer(NamedTuple):
+    """A weight as bitsandbytes' arguments described it."""
+
+    weight: CheckedWeight
+    family: str
+    blocksize: int
+    shape: Sequence[int]
+
+
+_layers: Memo[_Layer] = Memo()
+
+
+def _layer(x: Tensor, tensors: list[Tensor], shape: Sequence[int], blocksize: int, family: str) -> CheckedWeight:
+    """The weight in bitsandbytes' tensors: its codes in any dtype and shape, then its scales in halfbyte's order.
+
+    Scales that must be widened are copies, good for this call only; all others stay where they are.
+    """
+    known = _layers.find(tensors)
+    if known is not None and known.shape == shape and known.blocksize == blocksize and known.family == family:
+        return known.weight
+    nested = len(tensors) > 2
+    key = _FORMATS.get((family, blocksize, nested))
+    if key is None or len(shape) != 2:
+        raise _Unserved(f"arguments that bitsandbytes does not define: {family}-{blocksize}, shape {list(shape)}")
+    codes, scales = _octets(tensors[0]), tensors[1:]
+    if nested:
+        parts = [codes, scales[0], flat_scales(scales[1]), scales[2], scalar(scales[3])]
+    else:
+        parts = [codes, flat_scales(scales[0])]
+    weight = check_weight(x, parts, key, *shape)
+    if all(scale.dtype == part.dtype for scale, part in zip(scales, parts[1:], strict=True)):
+        _layers.keep(tensors, _Layer(weight, family, blocksize, shape))
+    return weight
 
 
 def _multiply(
     operator: str,
     x: Tensor,
-    codes: Tensor,
+    tensors: list[Tensor],
     shape: Sequence[int],
-    scales: list[Tensor],
     blocksize: int,
     family: str,
     bias: Tensor | None,
 ) -> Tensor:
-    key = _FORMATS.get((family, blocksize, len(scales) > 1))
-    if key is None or len(shape) != 2 or x.dim() == 0:
-        raise _Unserved(f"arguments that bitsandbytes does not define: {family}-{blocksize}, shape {list(shape)}")
+    weight = _layer(x, tensors, shape, blocksize, family)
     if bias is not None and bias.dtype != x.dtype:
         raise _Unserved("a bias of another dtype than x")  # halfbyte takes fp32; bitsandbytes raises
-    n, k = shape
-    m = x.numel() // max(1, k)
-    kernel = _kernel_name(key, x.dtype, m, n, k, x.device)
-    if kernel is None:
-        raise _Unserved(f"no kernel for {key} with x in {x.dtype}, M {_bucket(m)}, on {x.device.type}")
-    # The dispatcher's second round is worth its microseconds only where autograd or autocast have something to do.
-    plain = not (torch.is_grad_enabled() and x.requires_grad) and not torch.is_autocast_enabled(x.device.type)
-    out = (linear_on_tensors if plain else linear_op)(x, [_octets(codes), *scales], bias, key, n, k)
-    _counts.serve(operator, kernel, _bucket(m))
-    return out
+    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)  # as torch's own multiply inside bitsandbytes' code would
+        x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
+    m = x.numel() // max(1, shape[1])
+    kernel = weight.kernel(x.dtype, m)
+    if kernel.backend == "torch":
+        key = weight.packed.format.key
+        raise _Unserved(f"no kernel for {key} with x in {x.dtype}, M {bucket(m)}, on {x.device.type}")
+    if m > SERVED_ROWS and decoding_is_faster(kernel.backend, x.dtype, shape):
+        raise _Unserved(f"M {bucket(m)} in {x.dtype}: bitsandbytes decodes the weight and multiplies, which is faster")
+    if x.requires_grad and torch.is_grad_enabled():  # not from MatMul4Bit, which has its own backward
+        packed = weight.packed
+        out: Tensor = linear_op(x, list(packed.parts.values()), bias, packed.format.key, *packed.shape)
+        return out
+    return weight.multiply(x, bias, operator)
 
 
-def _bucket(m: int) -> str:
-    if m < 2:
-        return str(m)
-    return "2-8" if m <= 8 else "9-64" if m <= 64 else "65+"
+def decoding_is_faster(backend: str, dtype: torch.dtype, shape: Sequence[int]) -> bool:
+    """Whether a CPU is done sooner with more than SERVED_ROWS rows if bitsandbytes decodes the weight for torch.
+
+    halfbyte does the same there, with two bf16 numbers a weight: that is exact and twice the work. In fp32 it decodes
+    faster, which is what counts for large layers.
+    """
+    return backend == "cpu" and (dtype != torch.float32 or math.prod(shape) < LARGE_LAYER)
 
 
 def _dequantize(
@@ -410,29 +409,37 @@ def _dequantize(
     """
     if dtype != torch.float32 and blocksize < 2048 and len(shape) > 1 and shape[-1] % 2 == 0:
         raise _Unserved("bitsandbytes' own kernel decodes to 16 bits with the same values, and faster")
-    key = _FORMATS.get((quant_type, blocksize, False))
-    if key is None or dtype not in DTYPES:
-        raise _Unserved(f"arguments that bitsandbytes does not define: {quant_type}-{blocksize} to {dtype}")
     if len(shape) < 2:
         raise _Unserved("a shape of fewer than two dimensions")  # bitsandbytes returns [1, n] or [n], depending on n
+    if dtype not in DTYPES:
+        raise _Unserved(f"arguments that bitsandbytes does not define: {quant_type}-{blocksize} to {dtype}")
     if library() is None:
         raise _Unserved("the library of CPU kernels is not installed")
     k = shape[-1]
+    matrix = shape if len(shape) == 2 else [math.prod(shape[:-1]), k]
+    weight = _layer(codes, [codes, absmax], matrix, blocksize, quant_type)
     out = torch.empty(shape, dtype=dtype)
-    matrix = out.view(-1, k) if k else out
-    weight = PackedWeight(
-        get_format(key), (matrix.shape[0], k), {"codes": _octets(codes), "absmax": _flat_scales(absmax)}
-    )
-    decode(weight, matrix)
-    _counts.serve("dequantize_4bit", "cpu_decode", "weight")
+    decode(weight.packed, out if matrix is shape else out.view(matrix))
+    counts.serve("dequantize_4bit", "cpu_decode", "weight")
     return out
 
 
-@lru_cache(maxsize=4096)
-def _kernel_name(key: str, dtype: torch.dtype, m: int, n: int, k: int, device: torch.device) -> str | None:
-    """The kernel that is planned for a problem; None where that is plain torch: bitsandbytes' own is no slower."""
-    kernel = plan(Problem(get_format(key), dtype, m, n, k, arch_of(device))).kernel
-    return None if kernel.backend == "torch" else kernel.name
+def format_key(state: Any) -> str | None:
+    """halfbyte's format of a weight that a QuantState of bitsandbytes describes, or None."""
+    nested = state.nested
+    if nested and state.state2.blocksize != 256:
+        return None
+    return _FORMATS.get((state.quant_type, state.blocksize, nested))
+
+
+def raw_parts(codes: Tensor, state: Any) -> list[Tensor]:
+    """The tensors of a weight of bitsandbytes in halfbyte's order: its very own, where their dtypes allow that."""
+    if codes.dtype != torch.uint8:
+        codes = _octets(codes.detach())
+    if not state.nested:
+        return [codes, flat_scales(state.absmax)]
+    outer = state.state2
+    return [codes, state.absmax, flat_scales(outer.absmax), outer.code, scalar(state.offset)]
 
 
 def _octets(codes: Tensor) -> Tensor:
@@ -443,33 +450,33 @@ def _octets(codes: Tensor) -> Tensor:
     return flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)
 
 
-def _flat_scales(absmax: Tensor) -> Tensor:
+def flat_scales(absmax: Tensor) -> Tensor:
     """fp32 [blocks]. A model-wide cast leaves 16-bit numbers: widening them is exact."""
     if absmax.dtype == torch.float16 or absmax.dtype == torch.bfloat16:
         absmax = absmax.float()
     return absmax if absmax.dim() == 1 else absmax.reshape(-1)
 
 
-def _scalar(offset: Tensor) -> Tensor:
+def scalar(offset: Tensor) -> Tensor:
     """The nested offset as fp32 without dimensions, as torch would take it in bitsandbytes' own sum."""
     if offset.dtype != torch.float32 and offset.is_floating_point():
         offset = offset.float()
     return offset if offset.dim() == 0 or offset.numel() != 1 else offset.reshape(())
 
 
-_families: Any = WeakIdKeyDictionary()  # codebook -> (its version, family)
+_families: Memo[tuple[int, str]] = Memo()  # codebook -> (its version, family)
 
 
 def _family(table: Tensor) -> str:
     """Whether a codebook is NF4's or FP4's; remembered for each tensor, as reading it on a GPU waits for the GPU."""
     changes = -1 if table.is_inference() else table._version
-    known = _families.get(table)
+    known = _families.find([table])
     if known is not None and changes >= 0 and known[0] == changes:
-        return str(known[1])
+        return known[1]
     if table.is_cuda and torch.cuda.is_current_stream_capturing():
         raise _Unserved("a codebook first seen while a CUDA graph is captured")  # reading it would end the capture
     family = {NF4: "nf4", FP4: "fp4"}.get(tuple(table.tolist()))
     if family is None:
         raise _Unserved("a codebook that is neither NF4's nor FP4's")
-    _families[table] = (changes, family)
+    _families.keep([table], (changes, family))
     return family
