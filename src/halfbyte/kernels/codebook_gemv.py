@@ -1,0 +1,398 @@
+"""Launcher of cuda/codebook_gemv.cu: a few rows of x times a 4-bit weight of any format, layout, shape and address.
+
+What depends on the weight alone (macros, pointers, grid) is bound once and kept, keyed by addresses and shapes, so that
+a call costs a look-up and a launch. Nothing is allocated on the device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+from collections import OrderedDict
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..device import arch_of
+from ..formats import BlockFormat, PackedWeight, RecordLayout, WordLayout
+from ..formats.codecs import (
+    AbsmaxScale,
+    Codec,
+    E4M3Scale,
+    E8M0Scale,
+    GroupScale,
+    GroupZero,
+    KQuant,
+    NestedScale,
+    RecordHalf,
+)
+from . import fallback, nvrtc
+from .registry import Kernel, Problem, register
+
+STEM = "codebook_gemv"
+# Shared memory that a block may have; in the same order as the architectures it compiles for.
+SHARED_LIMIT = {
+    "sm_75": 64 << 10,
+    "sm_80": 163 << 10,
+    "sm_86": 99 << 10,
+    "sm_89": 99 << 10,
+    "sm_90a": 227 << 10,
+    "sm_100": 227 << 10,
+    "sm_120": 99 << 10,
+}
+ARCHITECTURES = tuple(SHARED_LIMIT)
+NO_ASYNC_COPIES = ("sm_75",)
+MAX_M, MAX_ROWS = 64, 8  # of x in a call; in a launch
+MAX_SIZE = 1 << 30  # of N and of K
+SMALL_GRID = 264  # blocks below which sixteen warps share K: two for each of an H200's 132 multiprocessors
+X_TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+TABLE_BYTES, PIECE_BYTES, LANE_ROWS = 2048, 16, 4  # as in the kernel
+BOUND_LAYERS = 4096
+
+PLANAR, RECORD32, SUPERBLOCK, WORDS_K, WORDS_N = range(5)
+ABSMAX, NESTED, E8M0, E4M3, HALF, HALF_MIN, RECORD_E8M0, KQUANT, GROUP_FP16, GROUP_BF16 = range(10)
+
+
+@dataclass(frozen=True)
+class Config:
+    """The kernel's macros; codebook_gemv.cu says what each means."""
+
+    LAYOUT: int
+    RECORD: int
+    CODE_START: int
+    GRAIN: int
+    READ: int
+    EDGES: int
+    PIECE: int
+    STRADDLE: int
+    HIGH_FIRST: int
+    SCALE: int
+    SUBS: int
+    ZERO_BASE: int
+    X_TYPE: int
+    M_ROWS: int = 1
+    WARPS: int = 8
+    STAGES: int = 3
+    RESIDENT: int = 1
+
+    @property
+    def chunks(self) -> int:
+        """Of 32 weights, that a warp takes of each row at a time."""
+        return {SUPERBLOCK: 8, WORDS_N: 2}.get(self.LAYOUT, 4)
+
+    @property
+    def heavy(self) -> bool:
+        """Whether finding scales takes so many registers that a block has a multiprocessor for itself."""
+        return bool(self.STRADDLE) or self.SUBS == 4
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of W that a block owns."""
+        return LANE_ROWS * 32 // self.chunks
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.WARPS
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block: the table (aligned inside), and each warp's tiles and part of x."""
+        if self.LAYOUT == WORDS_K:
+            tile = 2048
+        elif self.LAYOUT == WORDS_N:
+            tile = 2 * (32 * 32 + 32)
+        else:
+            run = self.chunks * self.RECORD + self.STRADDLE
+            pieces = -(-(PIECE_BYTES - self.GRAIN + run) // PIECE_BYTES)
+            tile = self.tile_rows * PIECE_BYTES * (10 if self.LAYOUT == SUPERBLOCK else pieces | 1)
+        return 2 * TABLE_BYTES + self.WARPS * (self.STAGES * tile + self.M_ROWS * self.chunks * 36 * 4)
+
+
+class _Problem(ctypes.Structure):
+    _fields_ = (
+        ("codes", ctypes.c_void_p),
+        ("x", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("zeros", ctypes.c_void_p),
+        ("outer", ctypes.c_void_p),
+        ("map", ctypes.c_void_p),
+        ("constant", ctypes.c_void_p),
+        ("code_bytes", ctypes.c_longlong),
+        ("x_stride", ctypes.c_longlong),
+        ("m", ctypes.c_int),
+        ("n", ctypes.c_int),
+        ("k", ctypes.c_int),
+        ("block_shift", ctypes.c_int),
+        ("group", ctypes.c_int),
+        ("bias_is_fp32", ctypes.c_int),
+        ("x_in_quads", ctypes.c_int),
+        ("codebook", ctypes.c_float * 16),
+    )
+
+
+# ---- what it can do
+
+
+def layout_kind(format: BlockFormat) -> int | None:
+    """The kernel's LAYOUT of a format, or None where it has none."""
+    layout = format.layout
+    if isinstance(layout, WordLayout):
+        return WORDS_K if layout.axis == "K" else WORDS_N
+    kinds = {(2, 2): PLANAR, (32, 32): RECORD32, (256, 64): SUPERBLOCK}
+    return kinds.get((layout.elements, layout.span))
+
+
+def scale_kind(format: BlockFormat) -> int | None:
+    """The kernel's SCALE of a format (GROUP_FP16 also for bf16 scales), or None where it has none."""
+    scale, offset = format.scale, format.offset
+    if isinstance(scale, GroupScale) and isinstance(offset, GroupZero):
+        return GROUP_FP16
+    if isinstance(scale, KQuant) and isinstance(offset, KQuant):
+        return KQUANT
+    if isinstance(scale, RecordHalf) and scale.start == 0:
+        if offset is None:
+            return HALF
+        return HALF_MIN if isinstance(offset, RecordHalf) and offset.start == 2 else None
+    if offset is not None:
+        return None
+    if isinstance(scale, E8M0Scale):
+        return RECORD_E8M0 if scale.record_bytes else E8M0
+    kinds: dict[type[Codec], int] = {AbsmaxScale: ABSMAX, NestedScale: NESTED, E4M3Scale: E4M3}
+    return kinds.get(type(scale))
+
+
+def reason_against(problem: Problem) -> str | None:
+    """Why this kernel cannot serve a problem, or None."""
+    if problem.arch not in ARCHITECTURES:
+        return f"compiles for {', '.join(ARCHITECTURES)}, not for {problem.arch}"
+    if problem.m > MAX_M:
+        return f"is for M up to {MAX_M}, got {problem.m}"
+    if max(problem.n, problem.k) > MAX_SIZE:
+        return f"counts rows and columns up to 2^30, got N = {problem.n}, K = {problem.k}"
+    if layout_kind(problem.format) is None or scale_kind(problem.format) is None:
+        return f"does not know the codes or the scales of {problem.format.key}"
+    return nvrtc.missing()
+
+
+def predicted_seconds(problem: Problem) -> float:
+    """Launches of up to eight rows of x, each 4 µs and the weights at what the instructions of its SASS allow.
+
+    An instruction for each weight and row of x and five to decode it, at 0.6 of an H200's issue rate; docs/codebook-gemv.md.
+    """
+    seconds = 0.0
+    for first in range(0, problem.m, MAX_ROWS):
+        rows = 1 << (min(MAX_ROWS, problem.m - first) - 1).bit_length()
+        instructions = 5.6 + 1.2 * rows
+        seconds += 4e-6 + problem.n * problem.k * instructions / (0.6 * 132 * 128 * 1.8e9)
+    return seconds
+
+
+# ---- configuration
+
+
+@lru_cache(maxsize=4096)
+def warps(n: int, k: int, config: Config, arch: str) -> int:
+    """Warps of a block, which share K. Does not look at M, as it decides the order of summation."""
+    tile_k = 32 * config.chunks
+    small = -(-n // config.tile_rows) < SMALL_GRID and SHARED_LIMIT[arch] > 128 << 10
+    wanted = 16 if small and k >= 32 * tile_k and not config.heavy else 8
+    while wanted > 1 and (wanted // 2) * tile_k >= k:
+        wanted //= 2
+    return wanted
+
+
+def describe(weight: PackedWeight, dtype: torch.dtype) -> Config:
+    """The macros that a weight's format, shape and addresses decide, for x of `dtype`.
+
+    Raises ValueError for a format that the kernel cannot read.
+    """
+    format, (n, k) = weight.format, weight.shape
+    layout, scale = layout_kind(format), scale_kind(format)
+    if layout is None or scale is None:
+        raise ValueError(f"{STEM} does not read {format.key}")
+    if scale == GROUP_FP16 and weight.parts["scales"].dtype == torch.bfloat16:
+        scale = GROUP_BF16
+    address = weight.codes.data_ptr()
+    straddle = layout == PLANAR and k % 32 != 0 and not format.by_row
+    common = {"LAYOUT": layout, "SCALE": scale, "X_TYPE": X_TYPES[dtype], "STRADDLE": int(straddle)}
+    if isinstance(format.layout, WordLayout):
+        whole = address % 16 == 0 and (layout == WORDS_K or n % 32 == 0)
+        return Config(
+            **common,
+            RECORD=16,
+            CODE_START=0,
+            GRAIN=16,
+            READ=16,
+            EDGES=0,
+            PIECE=16 if whole else 4,
+            HIGH_FIRST=0,
+            SUBS=1 if format.blocksize % 32 == 0 else 4,
+            ZERO_BASE=int(isinstance(format.offset, GroupZero) and format.offset.plus_one),
+        )
+    record = 16 if layout == PLANAR else format.layout.bytes * 32 // format.layout.elements
+    tile = 4 * record if layout != SUPERBLOCK else 8 * record
+    odd = layout == PLANAR and k % 2 == 1
+    grain = 1 if odd else math.gcd(16, address, k * record // 32, tile)
+    chunk = 16 if layout == SUPERBLOCK else record
+    read = math.gcd(grain, chunk, format.layout.start)
+    return Config(
+        **common,
+        RECORD=record,
+        CODE_START=format.layout.start,
+        GRAIN=grain,
+        READ=1 if straddle or read < 4 else 4 if read < 16 else 16,
+        EDGES=int(address % 16 != 0 or weight.codes.numel() % 16 != 0),
+        PIECE=16,
+        HIGH_FIRST=int(format.layout.high_first),
+        SUBS=2 if straddle or scale in (E4M3, KQUANT) else 1,
+        ZERO_BASE=0,
+    )
+
+
+def configure(weight: PackedWeight, dtype: torch.dtype, m: int, arch: str) -> Config:
+    """The configuration for a launch of up to m rows of x; its M_ROWS is less where shared memory has no room for m."""
+    n, k = weight.shape
+    config = describe(weight, dtype)
+    config = replace(config, WARPS=warps(n, k, config, arch))
+    for rows in (8, 4, 2, 1):
+        if rows >= 2 * m:
+            continue
+        for stages in (1,) if arch in NO_ASYNC_COPIES else (3, 2):
+            resident = 1 if config.WARPS > 8 or config.heavy else 3 if rows < 4 else 2
+            candidate = replace(config, M_ROWS=rows, STAGES=stages, RESIDENT=resident)
+            if candidate.shared_bytes <= SHARED_LIMIT[arch]:
+                return candidate
+    raise ValueError(f"{STEM}: no configuration fits the shared memory of {arch}")
+
+
+def parameters(weight: PackedWeight) -> _Problem:
+    """The kernel's argument, but for x, bias and out."""
+    parts, (n, k) = weight.parts, weight.shape
+    result = _Problem(codes=weight.codes.data_ptr(), n=n, k=k, group=weight.format.blocksize)
+    result.code_bytes = weight.codes.numel() * weight.codes.element_size()
+    result.block_shift = weight.format.blocksize.bit_length() - 1
+    result.codebook = (ctypes.c_float * 16)(*weight.format.codebook)
+    fields = {
+        "scales": ("absmax", "scales"),
+        "zeros": ("qzeros",),
+        "outer": ("nested_absmax",),
+        "map": ("nested_quant_map",),
+        "constant": ("nested_offset", "global_scale"),
+    }
+    for field, names in fields.items():
+        for name in names:
+            if name in parts:
+                setattr(result, field, parts[name].data_ptr())
+    return result
+
+
+def set_call(problem: _Problem, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Fill in x [m, k] with unit stride along k, bias [n] of x's dtype or fp32, contiguous out [m, n]."""
+    address, stride, four = x.data_ptr(), x.stride(0), 4 * x.element_size()
+    problem.x, problem.out, problem.m, problem.x_stride = address, out.data_ptr(), x.shape[0], stride
+    problem.x_in_quads = address % four == 0 and stride % 4 == 0
+    problem.bias = None if bias is None else bias.data_ptr()
+    problem.bias_is_fp32 = bias is not None and bias.dtype == torch.float32
+
+
+# ---- launch
+
+
+class Bound:
+    """The kernel bound to one weight, dtype and class of M; `launch` fills in the rest."""
+
+    def __init__(self, weight: PackedWeight, config: Config, arch: str) -> None:
+        from cuda.bindings import driver
+
+        self.config = config
+        self._lock = threading.Lock()
+        self._problem = parameters(weight)
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._problem))
+        self._address = ctypes.addressof(self._pointers)
+        self._kernel = nvrtc.load(STEM, arch, asdict(config), weight.device.index, config.shared_bytes)
+        self._run = driver.cuLaunchKernelEx
+        launch = self._launch = driver.CUlaunchConfig()
+        launch.gridDimX, launch.gridDimY, launch.gridDimZ = -(-weight.shape[0] // config.tile_rows), 1, 1
+        launch.blockDimX, launch.blockDimY, launch.blockDimZ = config.threads, 1, 1
+        launch.sharedMemBytes = config.shared_bytes
+
+    def launch(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """See `set_call`; x has at most M_ROWS rows."""
+        stream = torch._C._cuda_getCurrentRawStream(x.device.index)
+        with self._lock:  # the driver copies the parameters before it returns
+            set_call(self._problem, x, bias, out)
+            self._launch.hStream = stream
+            (error,) = self._run(self._launch, self._kernel, self._address, 0)
+        if error:
+            raise RuntimeError(f"{STEM}: launch failed with {error.name} for {self.config}")
+
+
+_bound: OrderedDict[tuple[Any, ...], Bound] = OrderedDict()
+_bound_lock = threading.Lock()
+
+
+def bind(weight: PackedWeight, dtype: torch.dtype, m: int) -> Bound:
+    """The kernel for a weight on a GPU and up to m rows of x in a launch; compiled on first use, not inside capture."""
+    key = (
+        weight.format.key,
+        weight.shape,
+        tuple(part.data_ptr() for part in weight.parts.values()),
+        tuple(part.dtype for part in weight.parts.values()),
+        weight.device.index,
+        dtype,
+        (m - 1).bit_length(),
+    )
+    with _bound_lock:
+        bound = _bound.get(key)
+        if bound is not None:
+            _bound.move_to_end(key)
+            return bound
+    arch = arch_of(weight.device)
+    bound = Bound(weight, configure(weight, dtype, m, arch), arch)
+    with _bound_lock:
+        _bound[key] = bound
+        while len(_bound) > BOUND_LAYERS:
+            _bound.popitem(last=False)
+    return bound
+
+
+def readable(weight: PackedWeight) -> bool:
+    """Whether every part lies at a multiple of its element's size; bytes may lie anywhere."""
+    return all(part.data_ptr() % part.element_size() == 0 for part in weight.parts.values())
+
+
+def run(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor) -> None:
+    """See registry.Run. Words and numbers at addresses that no load can take go to the fallback."""
+    if not readable(weight):
+        fallback.run(x, weight, bias, out)
+        return
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    first, m = 0, x.shape[0]
+    while first < m:
+        bound = bind(weight, x.dtype, min(MAX_ROWS, m - first))
+        rows = bound.config.M_ROWS
+        if rows >= m:
+            bound.launch(x, bias, out)
+        else:
+            bound.launch(x[first : first + rows], bias, out[first : first + rows])
+        first += rows
+
+
+register(
+    Kernel(
+        name=STEM,
+        backend="cuda",
+        about="every 4-bit format, layout, shape and address, for few rows of x; fp32 arithmetic",
+        supports=reason_against,
+        cost=predicted_seconds,
+        run=run,
+        batch_invariant_to=MAX_M,
+    )
+)

@@ -1,0 +1,93 @@
+"""kernels/cuda/codebook_gemv.cu run on the CPU, from its own source: see native/cuda_on_cpu.hpp."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from halfbyte.formats import PackedWeight
+from halfbyte.kernels import codebook_gemv, nvrtc
+from halfbyte.kernels.codebook_gemv import Config
+
+COMPILER = shutil.which("g++")
+NATIVE = Path(__file__).parent / "native"
+OPTIONS = ("-std=c++17", "-O1", "-fPIC", "-ffp-contract=off", "-w")
+CHECKS = ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error")
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("begin", ctypes.c_void_p), ("bytes", ctypes.c_longlong))
+
+
+@cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="halfbyte-gemv-")
+
+
+@cache
+def _scheduler() -> Path:
+    """The object file that all libraries share."""
+    path = Path(_folder().name) / "cuda_on_cpu.o"
+    subprocess.run([str(COMPILER), *OPTIONS, "-c", str(NATIVE / "cuda_on_cpu.cpp"), "-o", str(path)], check=True)
+    return path
+
+
+@cache
+def library(config: Config) -> ctypes.CDLL:
+    """The kernel compiled for the CPU with a configuration's macros."""
+    path = Path(_folder().name) / f"{'-'.join(map(str, asdict(config).values()))}.so"
+    defines = [f"-D{name}={value}" for name, value in asdict(config).items()]
+    source = str(NATIVE / "codebook_gemv_on_cpu.cpp")
+    command = [str(COMPILER), *OPTIONS, *CHECKS, "-shared", *defines, f"-I{nvrtc.SOURCES}", source, str(_scheduler())]
+    subprocess.run([*command, "-o", str(path)], check=True)
+    loaded = ctypes.CDLL(str(path))
+    loaded.run_on_cpu.restype = ctypes.c_char_p
+    return loaded
+
+
+def build(configs: Iterable[Config]) -> None:
+    """Compile many, two at a time."""
+    _scheduler()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(library, dict.fromkeys(configs)))
+
+
+def multiply(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None = None, arch: str = "sm_90a", downwards: bool = False
+) -> Tensor:
+    """x Wᵀ + bias as the launcher would have `arch` compute it; raises AssertionError where the kernel does wrong.
+
+    downwards: threads take their turns from the last to the first.
+    """
+    m, n = x.shape[0], weight.shape[0]
+    out = torch.full((m, n), torch.nan, dtype=x.dtype)
+    first = 0
+    while first < m:
+        config = codebook_gemv.configure(weight, x.dtype, min(codebook_gemv.MAX_ROWS, m - first), arch)
+        rows = slice(first, min(m, first + config.M_ROWS))
+        problem = codebook_gemv.parameters(weight)
+        codebook_gemv.set_call(problem, x[rows], bias, out[rows])
+        tensors = [_span(x[rows]), *weight.parts.values(), *([] if bias is None else [bias])]
+        ranges = (_Range * len(tensors))(*(_Range(t.data_ptr(), t.numel() * t.element_size()) for t in tensors))
+        blocks = -(-n // config.tile_rows)
+        error = library(config).run_on_cpu(
+            ctypes.byref(problem), blocks, config.threads, config.shared_bytes, int(downwards), ranges, len(tensors)
+        )
+        assert not error, f"{error.decode()}: {config}"
+        first = rows.stop
+    return out
+
+
+def _span(x: Tensor) -> Tensor:
+    """The memory from x's first element to its last."""
+    return torch.as_strided(x, ((x.shape[0] - 1) * x.stride(0) + x.shape[1],), (1,))
