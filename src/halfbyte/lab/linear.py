@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -52,6 +53,8 @@ def bench_linear(
     seconds_each: time spent on each candidate of a problem. cold: rotate over copies of the weights; else one copy
     stays in the caches, and the suite is "linear-warm". The read ceiling is measured once, in this process.
     """
+    suite = "linear" if cold else "linear-warm"
+    to_exceed = cache_bytes(device) if cold else 0
     environment = Environment.of(device)
     ceiling = read_ceiling(device) / 1e12
     chosen, missing = peers(device) if with_peers else ([], [])
@@ -59,7 +62,10 @@ def bench_linear(
     for n, k in shapes:
         for key in formats:
             weight = quantize(torch.randn(n, k, device=device), key)
-            yield from bench_weight(weight, ms, dtype_name, chosen, seconds_each, cold, environment, ceiling)
+            yield from bench_weight(
+                weight, ms, dtype_name, chosen, seconds_each, suite, partial(copies_needed, cache_bytes=to_exceed),
+                environment, ceiling,
+            )  # fmt: skip
 
 
 def bench_weight(
@@ -68,25 +74,24 @@ def bench_weight(
     dtype_name: str,
     chosen: Sequence[Peer],
     seconds_each: float,
-    cold: bool,
+    suite: str,
+    copies: Callable[[int], int],
     environment: Environment,
     ceiling: float,
 ) -> Iterator[Row]:
     """Rows of one weight on its device for each M: ours, then those of the `chosen` peers that take it.
 
-    ceiling: TB/s of a plain read, measured in this process. Otherwise as `bench_linear`.
+    copies: over how many copies of a candidate's weights to rotate, given its bytes. ceiling: TB/s of a plain read,
+    measured in this process. Otherwise as `bench_linear`.
     """
-    to_exceed = cache_bytes(weight.device) if cold else 0
-    suite = "linear" if cold else "linear-warm"
-    candidates = [_ours(weight, to_exceed), *_peers(weight, chosen, dtype_name, to_exceed)]
+    candidates = [_ours(weight, copies), *_peers(weight, chosen, dtype_name, copies)]
     for m in ms:
         yield from _measure(suite, weight, candidates, m, dtype_name, seconds_each, environment, ceiling)
 
 
-def _ours(weight: PackedWeight, to_exceed: int) -> Candidate:
-    count = copies_needed(weight.nbytes, to_exceed)
-    copies = [_clone(weight) for _ in range(count)]
-    return Candidate("halfbyte", weight.format.key, [_layer(copy) for copy in copies], weight.nbytes)
+def _ours(weight: PackedWeight, copies: Callable[[int], int]) -> Candidate:
+    layers = [_layer(_clone(weight)) for _ in range(copies(weight.nbytes))]
+    return Candidate("halfbyte", weight.format.key, layers, weight.nbytes)
 
 
 def _layer(weight: PackedWeight) -> Layer:
@@ -97,15 +102,16 @@ def _clone(weight: PackedWeight) -> PackedWeight:
     return PackedWeight(weight.format, weight.shape, {name: part.clone() for name, part in weight.parts.items()})
 
 
-def _peers(weight: PackedWeight, chosen: Sequence[Peer], dtype_name: str, to_exceed: int) -> list[Candidate]:
+def _peers(
+    weight: PackedWeight, chosen: Sequence[Peer], dtype_name: str, copies: Callable[[int], int]
+) -> list[Candidate]:
     dtype = DTYPE_NAMES[dtype_name]
     candidates = []
     for peer in chosen:
         if not peer.supports(weight):
             continue
         size = peer.weight_bytes(weight, dtype)
-        count = copies_needed(size, to_exceed)
-        layers = [peer.build(weight, dtype) for _ in range(count)]
+        layers = [peer.build(weight, dtype) for _ in range(copies(size))]
         key = weight.format.key if peer.packed else dtype_name
         dense = None
         if peer.requantised:

@@ -73,7 +73,7 @@ class Truth:
         x = {name: random.to(dtype).to(weight.device) for name, dtype in DTYPES.items()}
         rows = [*(each.double() for each in x.values()), one_hot(chosen, k, torch.float64, weight.device)]
         results = reference.linear(torch.cat(rows), weight)
-        *y, values = torch.split(results, [m] * len(x) + [len(chosen)])  # type: ignore[no-untyped-call]
+        *y, values = torch.split(results, [m] * len(x) + [len(chosen)])
         return Truth(x, dict(zip(x, y, strict=True)), chosen, values)
 
     def check(self, layer: Layer, dtypes: Sequence[str] = tuple(DTYPES)) -> Exactness:
@@ -155,15 +155,21 @@ class LayerReport:
         )
 
 
-def packed_layers(checkpoint: Checkpoint, device: torch.device) -> Iterator[tuple[str, PackedWeight]]:
-    """Each packed weight on a device, one at a time: the file's pages are given back before the next one is read."""
-    for entry in checkpoint.entries():
-        if entry.packed:
-            weight = checkpoint.load(entry.name)
-            assert isinstance(weight, PackedWeight)
-            yield entry.name, weight.to(device)
-            del weight
-            checkpoint.release(entry.name)
+def packed_names(checkpoint: Checkpoint) -> list[str]:
+    """The names of the packed weights, in the order of the file."""
+    return [entry.name for entry in checkpoint.entries() if entry.packed]
+
+
+def packed_layers(
+    checkpoint: Checkpoint, names: Sequence[str], device: torch.device
+) -> Iterator[tuple[str, PackedWeight]]:
+    """Packed weights on a device, one at a time: the file's pages are given back before the next one is read."""
+    for name in names:
+        weight = checkpoint.load(name)
+        assert isinstance(weight, PackedWeight)
+        yield name, weight.to(device)
+        del weight
+        checkpoint.release(name)
 
 
 def verify(
@@ -173,7 +179,8 @@ def verify(
 
     m: rows of random activations. columns: how many of the weight's columns the one-hot probes read.
     """
-    for number, (name, weight) in enumerate(packed_layers(checkpoint, torch.device(device))):
+    layers = packed_layers(checkpoint, packed_names(checkpoint), torch.device(device))
+    for number, (name, weight) in enumerate(layers):
         truth = Truth.of(weight, m, columns, seed + number)
         exactness = truth.check(lambda x, weight=weight: linear(x, weight))  # type: ignore[misc]
         yield LayerReport.of(name, weight, exactness, truth.notices_swap(weight))
