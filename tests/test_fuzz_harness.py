@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -23,6 +25,15 @@ from halfbyte.kernels import Kernel
 CPU = torch.device("cpu")
 TESTS = Path(__file__).parent
 Run = Callable[..., None]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Small products: threads that wait for each other take longer."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @cache
@@ -173,3 +184,39 @@ def test_the_registered_kernels_pass() -> None:
             count, failures = kernel_fuzz.run_seeds(kernel, key, range(100), CPU, enough=16)
             assert count
             assert not failures, failures[0]
+
+
+def test_the_tests_for_gpus_pass_on_cpu_kernels() -> None:
+    """Those that need no CUDA find nothing wrong with what is here, and are not all skipped."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu", "-k", "not 4096 and not 14336"],
+        cwd=TESTS.parent,
+        env={**os.environ, "HALFBYTE_TEST_DEVICE": "cpu", "HALFBYTE_FUZZ": "200", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed
+    assert int(passed[1]) > 100
+
+
+@pytest.mark.parametrize(
+    ("what", "status", "output", "verdict"),
+    [
+        ("alone", 0, "all problems done", "clean"),
+        ("alone", 1, "all problems done", "failed"),
+        ("memcheck", 0, "all problems done\n========= ERROR SUMMARY: 0 errors", "clean"),
+        ("memcheck", 0, "========= ERROR SUMMARY: 0 errors", "failed"),
+        ("memcheck", 9, "all problems done\n========= ERROR SUMMARY: 12 errors", "found something"),
+        ("racecheck", 0, "all problems done\n========= RACECHECK SUMMARY: 0 hazards displayed", "clean"),
+        ("racecheck", 0, "all problems done\n========= RACECHECK SUMMARY: 1 hazard displayed", "found something"),
+        ("racecheck", 255, "========= Error: Device not supported. Please refer to the manual", "not supported"),
+        ("racecheck", 255, "========= Error: process didn't terminate successfully", "failed"),
+    ],
+)
+def test_what_a_sanitizer_says_is_understood(
+    what: str, status: int, output: str, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(TESTS / "gpu")
+    assert importlib.import_module("sanitize").verdict(what, status, output) == verdict

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from walk import activations, apply, weight_of
+from walk import DEVICE, activations, apply, weight_of
 
 from halfbyte import reference
 from halfbyte.kernels import codebook_mma
 from kernel_fuzz import kernel_named
 
+pytestmark = pytest.mark.skipif(DEVICE.type != "cuda", reason="about CUDA")
 SHAPES = (
     *((16384, 16384), (65536, 5120), (5120, 32768)),
     *((4096, 14336), (14336, 4096), (12288, 4096), (4096, 4096)),

@@ -50,10 +50,9 @@ def serves(kernel: Kernel, key: str, dtype: torch.dtype, m: int, n: int, k: int)
 
 def weight_of(key: str, n: int, k: int, seed: int = 0) -> PackedWeight:
     """A quantised normal matrix where there is a quantiser, else random bytes; on the device."""
-    generator = torch.Generator().manual_seed(seed)
     if get_format(key).name in QUANTISED:
-        return quantize(torch.randn(n, k, generator=generator).to(DEVICE), key)
-    return random_weight(key, n, k, generator).to(DEVICE)
+        return quantize(torch.randn(n, k, generator=torch.Generator(DEVICE).manual_seed(seed), device=DEVICE), key)
+    return random_weight(key, n, k, torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def activations(m: int, k: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
