@@ -1,0 +1,42 @@
+// Runs one kernel of the ladder on the CPU, and the reference. KERNEL, Q4 and the kernel's macros come from the compiler's
+// command line; source.cu is the kernel as NVRTC gets it. Arguments: n k blocks. Standard input: the weights' arrays and x;
+// standard output: y in fp16, then the reference in double.
+#include "ladder_on_cpu.hpp"
+#include "ladder_reference.hpp"
+
+#ifdef ROWS
+uint4 x_shared[1 << 14];
+#endif
+
+#include "source.cu"
+
+template <class T>
+T* read(std::size_t count) {  // into memory of its own, so that the address sanitizer sees where it ends
+    T* values = static_cast<T*>(std::aligned_alloc(16, (count * sizeof(T) + 15) / 16 * 16));
+    if (std::fread(values, sizeof(T), count, stdin) != count) std::exit(2);
+    return values;
+}
+
+int main(int, char** arguments) {
+    const int n = std::atoi(arguments[1]), k = std::atoi(arguments[2]), blocks = std::atoi(arguments[3]);
+    std::vector<half_bits> y(n, 0x7e00);
+    std::vector<double> exact(n);
+#if Q4
+    const byte* codes = read<byte>(std::size_t(n) * k / 2);
+    const half_bits* scales = read<half_bits>(std::size_t(n) * k / 32);
+    const half_bits* x = read<half_bits>(k);
+#ifdef ROWS
+    on_cpu::run(blocks, THREADS, [&] { KERNEL(codes, scales, x, y.data(), k, n); });
+#else
+    on_cpu::run(blocks, THREADS, [&] { KERNEL(codes, scales, x, y.data(), k); });
+#endif
+    ladder::reference(codes, scales, x, exact.data(), n, k);
+#else
+    const half_bits* weights = read<half_bits>(std::size_t(n) * k);
+    const half_bits* x = read<half_bits>(k);
+    on_cpu::run(blocks, THREADS, [&] { KERNEL(weights, x, y.data(), k); });
+    ladder::reference(weights, x, exact.data(), n, k);
+#endif
+    std::fwrite(y.data(), 2, n, stdout);
+    std::fwrite(exact.data(), 8, n, stdout);
+}
