@@ -27,7 +27,6 @@ from .measure import CALL, copies_needed, copy_ceiling, interleave, read_ceiling
 from .rows import Environment, Row
 
 LIBRARY_FORMAT = "nf4-64"  # 4.5 bits a weight, as planar Q4 has
-LEAST_CALLS = 8  # in a CUDA graph, so that starting it does not count
 SIDES = (1024, 2048, 4096, 8192, 16384, 32768)
 SHAPE_WEIGHTS = 1 << 28
 SHAPE_KS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
@@ -214,7 +213,7 @@ def _rung(rung: Rung, operands: _Operands) -> Candidate:
     calls = [ladder_launch.bind(rung, weight, operands.x, y) for weight in weights]
     exact = operands.exact_q4 if rung.q4 else operands.exact_dense
     key = "q4-planar-32" if rung.q4 else "fp16"
-    return Candidate(f"halfbyte {rung.stem}", rung.stem, key, _enough(calls), lambda: y, exact, weights[0].nbytes)
+    return Candidate(f"halfbyte {rung.stem}", rung.stem, key, calls, lambda: y, exact, weights[0].nbytes)
 
 
 def _cublas(operands: _Operands) -> Candidate:
@@ -222,7 +221,7 @@ def _cublas(operands: _Operands) -> Candidate:
     y = x.new_empty(1, operands.dense.shape[0])
     calls: list[CALL] = [lambda w=weight: torch.mm(x, w.t(), out=y) for weight in operands.denses]  # type: ignore[misc]
     name = f"cublas {torch.__version__}"
-    return Candidate(name, "cublas", "fp16", _enough(calls), lambda: y[0], operands.exact_dense, operands.dense.nbytes)
+    return Candidate(name, "cublas", "fp16", calls, lambda: y[0], operands.exact_dense, operands.dense.nbytes)
 
 
 def _library(operands: _Operands, point: Point, device: torch.device) -> Candidate:
@@ -238,12 +237,7 @@ def _library(operands: _Operands, point: Point, device: torch.device) -> Candida
     calls: list[CALL] = [lambda w=weight: call(w) for weight in operands.packed]  # type: ignore[misc]
     exact = reference.linear(x, first)[0]
     name = f"halfbyte {chosen.kernel.name}"
-    return Candidate(name, "library", LIBRARY_FORMAT, _enough(calls), lambda: last[0], exact, first.nbytes)
-
-
-def _enough(calls: Sequence[CALL]) -> list[CALL]:
-    """Rounds over the copies, whole ones, until there are LEAST_CALLS."""
-    return list(calls) * -(-LEAST_CALLS // len(calls))
+    return Candidate(name, "library", LIBRARY_FORMAT, calls, lambda: last[0], exact, first.nbytes)
 
 
 def _clone(weight: PackedWeight) -> PackedWeight:
