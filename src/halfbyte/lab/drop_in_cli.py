@@ -1,0 +1,60 @@
+"""The command `halfbyte bench generate`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.table import Table
+
+from ..terminal import DEFAULT_DEVICE, DeviceOption, JsonOption, console, notices, parse_numbers
+from .linear import DTYPE_NAMES
+
+
+def bench_generate_command(
+    shape: Annotated[str, typer.Option("--model", help="Shapes: llama-3-8b, llama-3.2-1b or tiny.")] = "llama-3-8b",
+    users: Annotated[str, typer.Option(help="Rows of a batch, comma-separated.")] = "1,16",
+    prompt: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 32,
+    tokens: Annotated[int, typer.Option(help="New tokens.", min=2)] = 128,
+    rounds: Annotated[int, typer.Option(help="Turns of each arm.", min=1)] = 5,
+    nested: Annotated[bool, typer.Option(help="Nested scales.")] = False,
+    dtype: Annotated[str, typer.Option(help="Activations: bf16, fp16 or fp32.")] = "bf16",
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile the decoding.")] = True,
+    layers: Annotated[int | None, typer.Option(help="Fewer layers than the model has.", min=1)] = None,
+    device: DeviceOption = DEFAULT_DEVICE,
+    out: Annotated[Path | None, typer.Option(help="Append the rows to this JSONL file.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """transformers' generate with a static cache: bitsandbytes, itself again (noise), and halfbyte, in turn."""
+    from .generate import Settings, bench_generate
+    from .rows import append
+
+    if dtype not in DTYPE_NAMES:
+        raise ValueError(f"--dtype must be one of {', '.join(DTYPE_NAMES)}, got '{dtype}'")
+    numbers = parse_numbers("--users", users)
+    settings = Settings(shape, numbers, prompt, tokens, rounds, nested, dtype, compiled, layers)
+    rows = []
+    with notices.status("starting") as line:
+        for row in bench_generate(settings, torch.device(device), DTYPE_NAMES[dtype], line.update):
+            rows.append(row)
+            if out:
+                append(out, [row])
+    if as_json:
+        print(json.dumps(rows))
+        return
+    table = Table("users", "kernel", "tokens/s", "ms a token", "spread", "over bitsandbytes")
+    for row in rows:
+        figures = (
+            f"{row['tokens_per_s']:,.1f}",
+            f"{row['tpot_ms']:.2f}",
+            f"{row['spread']:.1%}",
+            f"{row['speedup']:.3f}",
+        )
+        table.add_row(str(row["users"]), str(row["kernel"]), *figures)
+    first = rows[0]
+    table.title = f"{first['model']} shapes, {first['layers']} layers, {first['format']}, {dtype}, on {first['device']}"
+    table.title_justify = "left"
+    console.print(table)

@@ -1,0 +1,98 @@
+"""The serve suite: arms that do not share what they run, rows that say what was measured."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from halfbyte.integrations import bitsandbytes as switch
+from halfbyte.kernels.cpu import library
+
+pytest.importorskip("bitsandbytes")
+pytest.importorskip("transformers")
+from halfbyte.cli import app
+from halfbyte.lab import generate
+
+pytestmark = [
+    pytest.mark.skipif(library() is None, reason="no library of CPU kernels here"),
+    pytest.mark.usefixtures("bitsandbytes_off"),
+]
+CPU = torch.device("cpu")
+
+
+def test_rows(tmp_path):
+    words = (
+        "bench generate --model tiny --users 1,4 --prompt 5 --tokens 6 --rounds 2 --nested --no-compile --device cpu"
+    )
+    result = CliRunner().invoke(app, [*words.split(), "--out", str(tmp_path / "rows.jsonl"), "--json"])
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [(row["users"], row["kernel"]) for row in rows] == [
+        (users, name)
+        for users in (1, 4)
+        for name in ("bitsandbytes 0.50.2", "bitsandbytes 0.50.2 again", "halfbyte cpu_linear")
+    ]
+    for row in rows:
+        assert row["suite"] == "serve"
+        assert {"device", "arch", "driver", "torch", "commit", "date", "spread", "engine"} <= row.keys()
+        assert (row["format"], row["nested"], row["dtype"]) == ("nf4-64-nested", True, "bf16")
+        assert (row["prompt_tokens"], row["new_tokens"], row["layers"], row["compiled"]) == (5, 6, 2, False)
+        assert row["tpot_ms"] * 5 < 1e3 * 6 * row["users"] / row["tokens_per_s"] * 3  # the rest is the prompt
+        assert row["tokens_per_s"] > 0
+    assert [row["speedup"] for row in rows if row["kernel"] == "bitsandbytes 0.50.2"] == [1.0, 1.0]
+    assert not switch.status().enabled
+
+
+def test_arms_share_no_model_and_only_one_is_served():
+    model = generate.build("tiny", CPU, torch.bfloat16, nested=False)
+    arms = generate.make_arms(model)
+    assert len({id(arm.model) for arm in arms}) == 3
+    assert [arm.on for arm in arms] == [False, False, True]
+    ids = torch.arange(8).view(2, 4)
+    runs = []
+    for arm in arms:
+        switch.reset_counters()
+        runs.append(arm.run(ids, 5, generate._options(generate.Settings(compiled=False), CPU)))
+        assert bool(switch.status().hits) == arm.on
+    assert [run.tokens.shape for run in runs] == [(2, 9)] * 3
+    assert torch.equal(runs[0].tokens, runs[1].tokens)
+    assert all(0 < run.prompt_s < run.seconds for run in runs)
+
+
+def test_arms_share_no_compiled_code():
+    """What was compiled for one arm, and captured in a CUDA graph, must not serve another."""
+    from torch._dynamo.testing import CompileCounter
+
+    torch.compiler.reset()
+    model = generate.build("tiny", CPU, torch.bfloat16, nested=False, layers=1).train()  # in eval it would repack
+    ids, frames = torch.arange(4).view(1, 4), []
+    counter = CompileCounter()
+    with torch.no_grad():
+        for each in [generate.twin(model), generate.twin(model)]:
+            for _ in range(2):
+                torch.compile(each.forward, backend=counter)(ids, use_cache=False)
+            frames.append(counter.frame_count)
+    assert 0 < frames[0] < frames[1]
+
+
+def test_nothing_to_compare_is_an_error(monkeypatch):
+    monkeypatch.setattr(switch, "SERVED_ROWS", -1)
+    settings = generate.Settings("tiny", users=(1,), prompt=3, tokens=3, rounds=1, compiled=False)
+    with pytest.raises(ValueError, match=r"halfbyte served no call of 1 rows"):
+        list(generate.bench_generate(settings, CPU, torch.bfloat16))
+    with pytest.raises(ValueError, match=r"unknown shape 'huge'; known: llama-3-8b"):
+        generate.build("huge", CPU, torch.bfloat16, nested=False)
+
+
+def test_the_shapes_of_llama_3_8b():
+    """Its linear layers hold 6.98 thousand million weights; built without their memory."""
+    with torch.device("meta"):
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        model = LlamaForCausalLM(LlamaConfig(**generate.SHAPES["llama-3-8b"]))
+    layers = [module for module in model.model.modules() if type(module) is torch.nn.Linear]
+    assert len(layers) == 224
+    assert sum(layer.weight.numel() for layer in layers) == 32 * 218_103_808
