@@ -11,11 +11,23 @@ from typing import Annotated, Any, NoReturn
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from .checkpoints import open_checkpoint
+from .lab.capacity_cli import plan_command
+from .lab.cli import lab_app
+from .lab.drop_in_cli import bench_generate_command
+from .lab.prove_cli import prove_command
+from .terminal import (
+    DEFAULT_DEVICE,
+    DeviceOption,
+    JsonOption,
+    PathArgument,
+    console,
+    notices,
+    parse_numbers,
+    progress_bar,
+)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -25,13 +37,7 @@ app = typer.Typer(
 )
 bench_app = typer.Typer(no_args_is_help=True, help="Measure, with today's peers in the same run.")
 app.add_typer(bench_app, name="bench")
-console = Console(width=None if sys.stdout.isatty() else 160)  # a file or pipe has no width of its own
-notices = Console(stderr=True)
-
-PathArgument = Annotated[Path, typer.Argument(help="A GGUF file, a safetensors file, or a model's directory.")]
-DeviceOption = Annotated[str, typer.Option(help="cpu, cuda or cuda:1.")]
-DEFAULT_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
+app.add_typer(lab_app, name="lab")
 
 
 def main() -> None:
@@ -46,12 +52,6 @@ def fail(message: str) -> NoReturn:
     """End the command with one line on standard error."""
     notices.print(f"[red]halfbyte:[/red] {message}", highlight=False, soft_wrap=True)
     raise SystemExit(1)
-
-
-def progress_bar() -> Progress:
-    """On standard error, so that standard output holds only the result."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=notices, transient=True)
 
 
 @app.command()
@@ -294,15 +294,7 @@ def bench_nf4_16_command(
     console.print(f"geometric mean: {row['geomean_speedup']:.3f} × as fast as {row['peer']}", highlight=False)
 
 
-def parse_numbers(option: str, text: str) -> list[int]:
-    """Positive integers of a comma-separated list."""
-    try:
-        numbers = [int(word) for word in text.split(",")]
-    except ValueError:
-        fail(f"{option} takes whole numbers separated by commas, got '{text}'")
-    if any(number < 1 for number in numbers):
-        fail(f"{option} takes numbers from 1 up, got '{text}'")
-    return numbers
+bench_app.command("generate")(bench_generate_command)
 
 
 def parse_shapes(text: str) -> list[tuple[int, int]]:
@@ -368,3 +360,7 @@ def demo(
     from .demo import run
 
     run(console, notices, fresh, as_json, verify=lambda path: run_verify(path, rows=3, columns=16))
+
+
+app.command("prove")(prove_command)
+app.command("plan")(plan_command)

@@ -1,7 +1,8 @@
 """What vendors say of their cards. Quoted, not measured: a bound predicted from these is what a card cannot beat.
 
 `memory_tb_per_s`, `l2_mib`, the number of multiprocessors and the boost clock are those of the data sheets and
-architecture papers named in `source`; `tensor_tflops` is dense fp16 with fp32 sums. Cards in use often boost further
+architecture papers named in `source`; `memory_mib` is the total that the driver (nvidia-smi) reports for such a card,
+which is what programs share; `tensor_tflops` is dense fp16 with fp32 sums. Cards in use often boost further
 than their data sheet says, and reach about nine tenths of its memory bandwidth.
 """
 
@@ -20,6 +21,7 @@ class Card:
     clock_ghz: float
     memory_tb_per_s: float
     l2_mib: int
+    memory_mib: int
     tensor_tflops: float
     source: str
 
@@ -36,14 +38,18 @@ class Card:
 
 # NVIDIA prints no clock for Hopper: 1.98 GHz is what its quoted fp32 TFLOPS stand for; its tensor TFLOPS, for less.
 CARDS = {
-    "a100": Card("A100 SXM 80 GB", "sm_80", 108, 1.41, 2.039, 40, 312, "NVIDIA A100 data sheet; Ampere GA100 paper"),
-    "h100": Card("H100 SXM", "sm_90a", 132, 1.98, 3.35, 50, 989, "NVIDIA H100 data sheet; Hopper H100 paper"),
-    "h200": Card("H200 SXM", "sm_90a", 132, 1.98, 4.8, 50, 989, "NVIDIA H200 data sheet; Hopper H100 paper"),
-    "l4": Card("L4", "sm_89", 58, 2.04, 0.3, 48, 121, "NVIDIA L4 data sheet; Ada paper"),
-    "l40s": Card("L40S", "sm_89", 142, 2.52, 0.864, 96, 362, "NVIDIA L40S data sheet; Ada paper"),
-    "3090": Card("GeForce RTX 3090", "sm_86", 82, 1.695, 0.936, 6, 71, "NVIDIA Ampere GA102 paper"),
-    "4090": Card("GeForce RTX 4090", "sm_89", 128, 2.52, 1.008, 72, 165.2, "NVIDIA Ada paper, appendix A"),
-    "5090": Card("GeForce RTX 5090", "sm_120", 170, 2.407, 1.792, 96, 209.5, "NVIDIA RTX Blackwell paper, appendix A"),
+    "a100": Card(
+        "A100 SXM 80 GB", "sm_80", 108, 1.41, 2.039, 40, 81920, 312, "NVIDIA A100 data sheet; Ampere GA100 paper"
+    ),
+    "h100": Card("H100 SXM", "sm_90a", 132, 1.98, 3.35, 50, 81559, 989, "NVIDIA H100 data sheet; Hopper H100 paper"),
+    "h200": Card("H200 SXM", "sm_90a", 132, 1.98, 4.8, 50, 143771, 989, "NVIDIA H200 data sheet; Hopper H100 paper"),
+    "l4": Card("L4", "sm_89", 58, 2.04, 0.3, 48, 23034, 121, "NVIDIA L4 data sheet; Ada paper"),
+    "l40s": Card("L40S", "sm_89", 142, 2.52, 0.864, 96, 46068, 362, "NVIDIA L40S data sheet; Ada paper"),
+    "3090": Card("GeForce RTX 3090", "sm_86", 82, 1.695, 0.936, 6, 24576, 71, "NVIDIA Ampere GA102 paper"),
+    "4090": Card("GeForce RTX 4090", "sm_89", 128, 2.52, 1.008, 72, 24564, 165.2, "NVIDIA Ada paper, appendix A"),
+    "5090": Card(
+        "GeForce RTX 5090", "sm_120", 170, 2.407, 1.792, 96, 32607, 209.5, "NVIDIA RTX Blackwell paper, appendix A"
+    ),
 }
 
 # Lanes a clock and multiprocessor: CUDA C++ Programming Guide, throughput of native arithmetic instructions.

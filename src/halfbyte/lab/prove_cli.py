@@ -1,4 +1,4 @@
-"""The commands `halfbyte prove` and `halfbyte plan`."""
+"""The command `halfbyte prove`."""
 
 from __future__ import annotations
 
@@ -109,10 +109,3 @@ def read_prompts(file: Path) -> list[str]:
     if not found:
         raise ValueError(f"--prompts: {file} has no prompt in it")
     return found
-
-
-def plan_command(
-    model: Annotated[str, typer.Argument(help="A checkpoint, a config.json, or the name of a public model.")],
-) -> None:
-    """What a model needs and where it fits."""
-    raise ValueError("not yet")
