@@ -8,7 +8,17 @@ import time
 import pytest
 import torch
 
-from halfbyte.lab.measure import Timing, copies_needed, interleave, peak_rss_bytes, read_ceiling
+from halfbyte.lab import measure
+from halfbyte.lab.measure import (
+    GRAPH_CALLS,
+    QUEUED_CALLS,
+    Timing,
+    copies_needed,
+    host_time,
+    interleave,
+    peak_rss_bytes,
+    read_ceiling,
+)
 from halfbyte.lab.rows import Environment, Row, append
 
 CPU = torch.device("cpu")
@@ -38,6 +48,37 @@ def test_interleave_sees_which_is_slower():
 def test_interleave_refuses_a_candidate_without_calls():
     with pytest.raises(ValueError, match="no calls"):
         interleave({"a": []}, 0.1, CPU)
+
+
+@pytest.mark.parametrize(("copies", "rounds"), [(1, GRAPH_CALLS), (3, 7), (40, 1)])
+def test_a_graph_holds_enough_calls_and_a_call_is_its_share(monkeypatch, copies, rounds):
+    """Without a GPU: a graph that takes a second for each call that it was given."""
+
+    class Graph:
+        def __init__(self, seconds):
+            self.seconds = seconds
+
+        def replay(self):
+            return self.seconds
+
+    made = []
+    monkeypatch.setattr(measure, "_device_seconds", lambda replay: replay())
+    monkeypatch.setattr(measure, "_captured", lambda calls, rounds: made.append(rounds) or Graph(len(calls) * rounds))
+    timings = measure._interleave_cuda({"a": [lambda: None] * copies}, 0.0)
+    assert made == [rounds]
+    assert timings["a"].us == pytest.approx(1e6)
+
+
+def test_host_time_calls_in_rows_and_by_turns():
+    seen = []
+    host_time({name: lambda name=name: seen.append(name) for name in "ab"}, 0.0, CPU)
+    row = [["a"] * QUEUED_CALLS, ["b"] * QUEUED_CALLS]
+    assert seen == [each for _ in range(6) for name in row for each in name]  # once to warm up, five times
+
+
+def test_host_time_is_a_time_a_call():
+    timings = host_time({"slow": lambda: time.sleep(1e-4), "fast": lambda: None}, 0.0, CPU)
+    assert timings["slow"].us > 100 > 20 > timings["fast"].us
 
 
 CASES = [(100, 1000, 30), (999, 1000, 4), (10**9, 1000, 1), (100, 0, 1)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from halfbyte import reference
 from halfbyte.formats import quantize
 from halfbyte.lab import peer_onnxruntime
 from halfbyte.lab.linear import bench_linear
-from halfbyte.lab.peers import Peer, peers
+from halfbyte.lab.peers import Peer, bnb_module, bnb_operator, installed, peers
 
 CPU = torch.device("cpu")
 
@@ -63,3 +65,36 @@ def test_a_row_of_onnxruntime_says_int4_and_its_error_is_its_own() -> None:
     assert (ours.format, level1.format, level4.format) == ("nf4-64", "int4-64", "int4-64")
     assert level1.error < 5e-6 < 1e-3 < level4.error < 2e-2
     assert level1.bytes == 64 * 128 // 2 + 64 * 2 * 4
+
+
+def test_bitsandbytes_is_found_in_a_folder_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a copied folder with its dist-info beside it, without an installer."""
+    info = tmp_path / "bitsandbytes-99.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bitsandbytes\nVersion: 99.1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert installed("bitsandbytes") == "bitsandbytes 99.1"
+    assert "bitsandbytes 99.1 matmul_4bit" in [peer.name for peer in peers(torch.device("cuda"))[0]]
+
+
+def test_bitsandbytes_on_halfbyte_is_no_peer(bitsandbytes_off: None) -> None:
+    pytest.importorskip("bitsandbytes")
+    from halfbyte.integrations import bitsandbytes as switch
+
+    weight = quantize(torch.randn(64, 64), "nf4-64")
+    with switch.enabled():
+        with pytest.raises(ValueError, match=r"disable\(\) first"):
+            peers(CPU)
+        with pytest.raises(ValueError, match=r"disable\(\) first"):
+            bnb_operator(weight)
+    peers(CPU)
+
+
+@pytest.mark.parametrize("key", ["nf4-64", "nf4-64-nested", "fp4-128"])
+def test_bitsandbytes_operator_multiplies_by_the_weight(key: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    weight = quantize(torch.randn(64, 128, generator=torch.Generator().manual_seed(0)), key)
+    x = torch.randn(2, 128, generator=torch.Generator().manual_seed(1))
+    y = reference.linear(x, weight)
+    assert reference.relative_error(bnb_operator(weight)(x), y) < 1e-4
+    assert reference.relative_error(bnb_module(weight, torch.float32)(x), y) < 2e-2  # its CPU path is bf16 inside

@@ -14,6 +14,7 @@ import typer
 from rich.table import Table
 
 from .checkpoints import open_checkpoint
+from .lab.bench_cli import bench_nf4_16_command, bench_overhead_command
 from .lab.capacity_cli import plan_command
 from .lab.cli import lab_app
 from .lab.drop_in_cli import bench_generate_command
@@ -269,31 +270,8 @@ def bench_linear_command(
     console.print(table)
 
 
-@bench_app.command("nf4-16")
-def bench_nf4_16_command(
-    batches: Annotated[int, typer.Option(help="Batches a case.", min=1)] = 30,
-    calls: Annotated[int, typer.Option(help="Calls a batch.", min=1)] = 10_000,
-    out: Annotated[Path | None, typer.Option(help="Append the row to this JSONL file.")] = None,
-) -> None:
-    """bitsandbytes' 16-case single-token protocol, on a GPU, against bitsandbytes in this process."""
-    from .lab.nf4_16 import cases, record
-    from .lab.rows import append
-
-    table = Table("N × K", "dtype", "nested", "halfbyte µs", "bitsandbytes µs", "speed-up")
-    results = []
-    with notices.status("measuring"):
-        for case in cases(batches, calls):
-            results.append(case)
-            speedup = f"{case.bitsandbytes_us / case.ours_us:.2f}"
-            times = (f"{case.ours_us:.2f}", f"{case.bitsandbytes_us:.2f}")
-            table.add_row(f"{case.N} × {case.K}", case.dtype, str(case.nested), *times, speedup)
-    row = record(results)
-    if out:
-        append(out, [row])
-    console.print(table)
-    console.print(f"geometric mean: {row['geomean_speedup']:.3f} × as fast as {row['peer']}", highlight=False)
-
-
+bench_app.command("nf4-16")(bench_nf4_16_command)
+bench_app.command("overhead")(bench_overhead_command)
 bench_app.command("generate")(bench_generate_command)
 
 

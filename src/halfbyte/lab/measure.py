@@ -2,10 +2,14 @@
 
 A candidate is a list of calls that do the same work on different copies of its weights; enough copies that, when the
 clock comes round to a copy again, the last-level cache has been filled with other data three times.
+
+On a GPU the calls are a CUDA graph between two events. Graph and events are enqueued while the device still spins, so
+that the host's share in a launch falls before the first event; what a call costs the host is `host_time`'s business.
 """
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +20,9 @@ import torch
 
 CALL = Callable[[], object]
 COLD_FACTOR = 3  # bytes of all copies of a candidate's weights, over the last-level cache
+GRAPH_CALLS = 20  # at least so many in a graph, so that its start is no part of a call's time
+SPIN_CYCLES = 400_000  # 0.2 ms at 2 GHz: longer than enqueuing a graph takes
+QUEUED_CALLS = 100  # enqueued in a row before the host waits: the device's queue holds a thousand launches
 CEILING_BYTES = {"cpu": 1 << 30, "cuda": 4 << 30}
 
 
@@ -47,7 +54,8 @@ def interleave(candidates: Mapping[str, Sequence[CALL]], budget_s: float, device
     if any(not calls for calls in candidates.values()):
         raise ValueError("interleave: a candidate has no calls")
     if device.type == "cuda":
-        return _interleave_cuda(candidates, budget_s)
+        with torch.cuda.device(device):
+            return _interleave_cuda(candidates, budget_s)
     for calls in candidates.values():
         for call in calls:
             call()
@@ -65,32 +73,75 @@ def interleave(candidates: Mapping[str, Sequence[CALL]], budget_s: float, device
 
 
 def _interleave_cuda(candidates: Mapping[str, Sequence[CALL]], budget_s: float) -> dict[str, Timing]:
-    """One CUDA graph a candidate, holding a call on each copy; replays in turn between events."""
-    graphs: dict[str, torch.cuda.CUDAGraph] = {}
-    for name, calls in candidates.items():
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(side):
-            for call in calls:
-                call()
-        side.synchronize()
-        graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name]):
-            for call in calls:
-                call()
-        graphs[name].replay()
-    torch.cuda.synchronize()
+    """One CUDA graph a candidate, holding as many calls on each copy; replays in turn between events."""
+    rounds = {name: -(-GRAPH_CALLS // len(calls)) for name, calls in candidates.items()}
+    graphs = {name: _captured(calls, rounds[name]) for name, calls in candidates.items()}
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     deadline = time.perf_counter() + budget_s
     turn = 0
     while turn < 5 or time.perf_counter() < deadline:
         for name, graph in graphs.items():
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            seconds[name].append(begin.elapsed_time(end) / 1e3 / len(candidates[name]))
+            seconds[name].append(_device_seconds(graph.replay) / len(candidates[name]) / rounds[name])
         turn += 1
+    return {name: Timing.of(values) for name, values in seconds.items()}
+
+
+def _captured(calls: Sequence[CALL], rounds: int) -> torch.cuda.CUDAGraph:
+    """A graph of all calls, `rounds` times over, that has been replayed once."""
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls:
+            call()
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for call in calls:
+                call()
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph
+
+
+def _device_seconds(enqueue: CALL) -> float:
+    """Seconds that the current GPU takes for what `enqueue` puts on the current stream."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(SPIN_CYCLES)  # type: ignore[no-untyped-call]
+    begin.record()
+    enqueue()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+def host_time(candidates: Mapping[str, CALL], budget_s: float, device: torch.device) -> dict[str, Timing]:
+    """What a call costs the host: candidates in turn, some calls in a row each, for about `budget_s` seconds in all.
+
+    On a GPU the device is waited for between the rows of calls, not inside them, and their launches fit its queue: so
+    this is the time to enqueue, as long as the calls do not wait themselves. On a CPU it is the whole call.
+    """
+    for call in candidates.values():
+        for _ in range(QUEUED_CALLS):
+            call()
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    deadline = time.perf_counter() + budget_s
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        turn = 0
+        while turn < 5 or time.perf_counter() < deadline:
+            for name, call in candidates.items():
+                _synchronise(device)
+                start = time.perf_counter()
+                for _ in range(QUEUED_CALLS):
+                    call()
+                seconds[name].append((time.perf_counter() - start) / QUEUED_CALLS)
+            turn += 1
+    finally:
+        if collecting:
+            gc.enable()
+    _synchronise(device)
     return {name: Timing.of(values) for name, values in seconds.items()}
 
 
@@ -98,14 +149,7 @@ def read_ceiling(device: torch.device, repeats: int = 7) -> float:
     """Bytes a second of a plain read of memory, the best of `repeats`: a sum over 1 GiB (CPU) or 4 GiB (GPU)."""
     size = CEILING_BYTES[device.type]
     buffer = torch.ones(size // 4, dtype=torch.float32, device=device)
-    best = float("inf")
-    for _ in range(repeats):
-        _synchronise(device)
-        start = time.perf_counter()
-        buffer.sum()
-        _synchronise(device)
-        best = min(best, time.perf_counter() - start)
-    return size / best
+    return size / min(_seconds(buffer.sum, device) for _ in range(repeats))
 
 
 def copy_ceiling(device: torch.device, repeats: int = 7) -> float:
@@ -113,14 +157,17 @@ def copy_ceiling(device: torch.device, repeats: int = 7) -> float:
     size = CEILING_BYTES[device.type] // 2
     source = torch.ones(size // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
-    best = float("inf")
-    for _ in range(repeats):
-        _synchronise(device)
-        start = time.perf_counter()
-        target.copy_(source)
-        _synchronise(device)
-        best = min(best, time.perf_counter() - start)
-    return 2 * size / best
+    return 2 * size / min(_seconds(lambda: target.copy_(source), device) for _ in range(repeats))
+
+
+def _seconds(call: CALL, device: torch.device) -> float:
+    """Seconds of one call: between events on a GPU, by the wall clock on a CPU."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            return _device_seconds(call)
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
 def _synchronise(device: torch.device) -> None:

@@ -1,80 +1,136 @@
 """The 16-case protocol of bitsandbytes' NF4 single-token work: operators called in a row, timed by events.
 
 Four shapes, fp16 and bf16, plain and nested statistics, M = 1; each case 100 warm-up calls, then 30 batches of 10,000
-calls between CUDA events; a case's time is its median batch, the score the geometric mean of bitsandbytes' time over
-ours. Both are called as models call them, through torch.ops, so the host's share is in it.
+calls between CUDA events, ours and bitsandbytes' by turns; a case's time is its median batch, the score the geometric
+mean of bitsandbytes' time over ours. Both are called as models call them, through torch.ops, so the host's share is in
+it; one copy of the weight, so caches that are large enough hold it. That is 9.6 million calls: two to three minutes.
 """
 
 from __future__ import annotations
 
+import gc
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 
 import torch
+from torch import Tensor
 
-from ..formats import quantize
-from ..ops import linear
-from .peers import bnb_operator
-from .rows import Environment
+from .. import reference
+from ..device import arch_of
+from ..formats import PackedWeight, quantize
+from ..kernels import Problem
+from ..ops import linear_op
+from ..plan import plan
+from .linear import DTYPE_NAMES
+from .measure import Timing
+from .peers import bnb_operator, installed
+from .rows import Environment, Row
 
 SHAPES = ((4096, 14336), (14336, 4096), (12288, 4096), (4096, 4096))
+CASES = [(n, k, nested, dtype) for n, k in SHAPES for nested in (False, True) for dtype in ("fp16", "bf16")]
 WARMUP, BATCHES, CALLS = 100, 30, 10_000
 
 
 @dataclass(frozen=True)
 class Case:
-    """One case, with the median microseconds a call of both operators."""
+    """One case: the rows of both operators, of suite "nf4-16-case"."""
 
-    N: int
-    K: int
-    dtype: str
-    nested: bool
-    ours_us: float
-    bitsandbytes_us: float
+    ours: Row
+    theirs: Row
+
+    @property
+    def speedup(self) -> float:
+        return self.theirs.timing.us / self.ours.timing.us
 
 
 def cases(batches: int = BATCHES, calls: int = CALLS) -> Iterator[Case]:
-    """Measure every case on the current GPU. Raises ValueError where there is none."""
+    """Measure every case on the current GPU, one after another.
+
+    Raises ValueError where there is no GPU, no bitsandbytes, or where its operators run on halfbyte.
+    """
     if not torch.cuda.is_available():
         raise ValueError("bench nf4-16 needs a CUDA GPU; torch sees none")
-    for n, k in SHAPES:
-        for nested in (False, True):
-            weight = quantize(torch.randn(n, k, device="cuda"), "nf4-64-nested" if nested else "nf4-64")
-            for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
-                x = torch.randn(1, k, device="cuda").to(dtype)
-                theirs = bnb_operator(weight, x)
-                ours = _median_us(lambda x=x, weight=weight: linear(x, weight), batches, calls)  # type: ignore[misc]
-                yield Case(n, k, name, nested, ours, _median_us(theirs, batches, calls))
+    peer = installed("bitsandbytes")
+    if peer is None:
+        raise ValueError("bench nf4-16 measures against bitsandbytes, which is not installed: pip install bitsandbytes")
+    device = torch.device("cuda", torch.cuda.current_device())
+    environment = Environment.of(device)
+    for n, k, nested, name in CASES:
+        weight = quantize(torch.randn(n, k, device=device), "nf4-64-nested" if nested else "nf4-64")
+        dtype = DTYPE_NAMES[name]
+        x = torch.randn(1, k, device=device).to(dtype)
+        operators = _operators(weight, x, peer)
+        y = reference.linear(x, weight)
+        with torch.inference_mode():
+            errors = {which: reference.relative_error(call(), y) for which, call in operators.items()}
+            timings = _timings(operators, batches, calls)
+        rows = [
+            Row(
+                suite="nf4-16-case",
+                environment=environment,
+                kernel=which,
+                format=weight.format.key,
+                nested=nested,
+                dtype=name,
+                M=1,
+                N=n,
+                K=k,
+                timing=timings[which],
+                bytes=weight.nbytes,
+                ceiling_tb_per_s=0.0,
+                error=errors[which],
+                rounding_limit=reference.rounding_limit(y, dtype),
+            )
+            for which in operators
+        ]
+        yield Case(*rows)
 
 
 def record(results: list[Case]) -> dict[str, object]:
-    """The suite's one row."""
-    ratios = [math.log(case.bitsandbytes_us / case.ours_us) for case in results]
+    """The suite's one row, of all cases."""
     return {
         "suite": "nf4-16",
-        **asdict(Environment.of(torch.device("cuda"))),
-        "peer": f"bitsandbytes {version('bitsandbytes')}",
-        "geomean_speedup": math.exp(statistics.fmean(ratios)),
-        "cases": [asdict(case) for case in results],
+        **asdict(results[0].ours.environment),
+        "kernel": results[0].ours.kernel,
+        "peer": results[0].theirs.kernel,
+        "geomean_speedup": math.exp(statistics.fmean(math.log(case.speedup) for case in results)),
+        "cases": len(results),
     }
 
 
-def _median_us(call: Callable[[], object], batches: int, calls: int) -> float:
-    """Median over batches of the microseconds a call, between events on the current stream."""
-    with torch.inference_mode():
+def _operators(weight: PackedWeight, x: Tensor, peer: str) -> dict[str, Callable[[], Tensor]]:
+    """A call of our operator and one of bitsandbytes', under the names of their rows."""
+    n, k = weight.shape
+    key, parts = weight.format.key, list(weight.parts.values())
+    kernel = plan(Problem(weight.format, x.dtype, 1, n, k, arch_of(x.device))).kernel.name
+    theirs = bnb_operator(weight)
+    return {
+        f"halfbyte {kernel}": lambda: linear_op(x, parts, None, key, n, k),
+        f"{peer} gemm_4bit": lambda: theirs(x),
+    }
+
+
+def _timings(operators: Mapping[str, Callable[[], Tensor]], batches: int, calls: int) -> dict[str, Timing]:
+    """Batches of calls in turn, each between events on the current stream."""
+    for call in operators.values():
         for _ in range(WARMUP):
             call()
-        torch.cuda.synchronize()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        times: list[float] = []
+    torch.cuda.synchronize()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    seconds: dict[str, list[float]] = {name: [] for name in operators}
+    gc.collect()
+    gc.disable()  # a collection would fall into one batch or another
+    try:
         for _ in range(batches):
-            begin.record()
-            for _ in range(calls):
-                call()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3 / calls)
-    return statistics.median(times)
+            for name, call in operators.items():
+                begin.record()
+                for _ in range(calls):
+                    call()
+                end.record()
+                end.synchronize()
+                seconds[name].append(begin.elapsed_time(end) / 1e3 / calls)
+    finally:
+        gc.enable()
+    return {name: Timing.of(values) for name, values in seconds.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -35,18 +36,22 @@ class Peer:
 
 
 def peers(device: torch.device) -> tuple[list[Peer], list[str]]:
-    """The peers on this machine, and the names of those that are missing."""
+    """The peers on this machine, and the names of those that are missing.
+
+    Raises ValueError while bitsandbytes' operators run on halfbyte: that would be no peer.
+    """
     library = "cublas" if device.type == "cuda" else "torch dense"
-    found = [Peer(f"{library} {torch.__version__}", False, _dense, _dense_bytes, lambda weight: True)]
+    found = [Peer(f"{library} {torch.__version__}", False, dense_layer, _dense_bytes, lambda weight: True)]
     missing = []
-    if name := _installed("bitsandbytes"):
+    if name := installed("bitsandbytes"):
+        _require_its_own()
         found.append(Peer(f"{name} matmul_4bit", True, _bnb_packed, _packed_bytes, _is_bnb))
         if device.type == "cpu":
-            found.append(Peer(f"{name} Linear4bit", True, _bnb_module, _packed_bytes, _bnb_repacks))
+            found.append(Peer(f"{name} Linear4bit", True, bnb_module, _packed_bytes, _bnb_repacks))
     else:
         missing.append("bitsandbytes")
     if device.type == "cpu":
-        name = _installed("onnxruntime") if _installed("onnx") else None
+        name = installed("onnxruntime") if installed("onnx") else None
         if name:
             found += [_onnxruntime(name, level) for level in peer_onnxruntime.LEVELS]
         else:
@@ -54,8 +59,8 @@ def peers(device: torch.device) -> tuple[list[Peer], list[str]]:
     return found, missing
 
 
-def _installed(package: str) -> str | None:
-    """A package's name and version, or None."""
+def installed(package: str) -> str | None:
+    """A package's name and version, or None. A folder on the path counts where its dist-info lies beside it."""
     try:
         return f"{package} {version(package)}"
     except PackageNotFoundError:
@@ -74,7 +79,8 @@ def _onnxruntime(name: str, level: int) -> Peer:
     )
 
 
-def _dense(weight: PackedWeight, dtype: torch.dtype) -> Layer:
+def dense_layer(weight: PackedWeight, dtype: torch.dtype) -> Layer:
+    """torch's linear on the weight's values, rounded to `dtype`."""
     dense = weight.dequantize(dtype)
     return lambda x: torch.nn.functional.linear(x, dense)
 
@@ -123,16 +129,27 @@ def _bnb_state(weight: PackedWeight, dtype: torch.dtype) -> tuple[Tensor, object
     return parts["codes"].view(-1, 1), state
 
 
-def bnb_operator(weight: PackedWeight, x: Tensor) -> Callable[[], Tensor]:
-    """A call of bitsandbytes' own operator on the weight's bytes, with nothing of its Python layers above it."""
+def _require_its_own() -> None:
+    """Raise ValueError where bitsandbytes' operators have been replaced by ours in this process."""
+    switch = sys.modules.get("halfbyte.integrations.bitsandbytes")
+    if switch is not None and switch.status().enabled:
+        raise ValueError(
+            "bitsandbytes' operators run on halfbyte in this process, so they cannot be measured as a peer; "
+            "unset HALFBYTE_BITSANDBYTES or call halfbyte.integrations.bitsandbytes.disable() first"
+        )
+
+
+def bnb_operator(weight: PackedWeight) -> Layer:
+    """bitsandbytes' own operator on the weight's bytes, with nothing of its Python layers above it."""
     import bitsandbytes  # noqa: F401 (registers the operator)
 
+    _require_its_own()
     parts, format = weight.parts, weight.format
-    scales = (parts["nested_absmax"], parts["absmax"]) if format.nested else (parts["absmax"], None)
-    arguments = (x, parts["codes"].view(-1, 1), list(weight.shape), scales[0], format.blocksize, format.name, None)
-    nested = (scales[1], parts.get("nested_quant_map"), parts.get("nested_offset"))
+    first, second = (parts["nested_absmax"], parts["absmax"]) if format.nested else (parts["absmax"], None)
+    arguments = (parts["codes"].view(-1, 1), list(weight.shape), first, format.blocksize, format.name, None)
+    nested = (second, parts.get("nested_quant_map"), parts.get("nested_offset"))
     operator = torch.ops.bitsandbytes.gemm_4bit.default
-    return lambda: operator(*arguments, *nested)
+    return lambda x: operator(x, *arguments, *nested)
 
 
 def _bnb_packed(weight: PackedWeight, dtype: torch.dtype) -> Layer:
@@ -142,7 +159,8 @@ def _bnb_packed(weight: PackedWeight, dtype: torch.dtype) -> Layer:
     return lambda x: matmul_4bit(x, codes.t(), quant_state=state)
 
 
-def _bnb_module(weight: PackedWeight, dtype: torch.dtype) -> Layer:
+def bnb_module(weight: PackedWeight, dtype: torch.dtype) -> Layer:
+    """bitsandbytes' Linear4bit on a copy of the weight's bytes, in eval mode."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     codes, state = _bnb_state(weight, dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import subprocess
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import device as Device
 
+from .. import __version__
 from ..device import arch_of, name_of
 from .measure import Timing
 
@@ -78,13 +80,18 @@ def append(path: Path, records: Iterable[dict[str, object]]) -> None:
 
 @cache
 def commit() -> str:
-    """The git commit of this package's source, with a "+" where its files differ from it; outside git the version."""
+    """The git commit of this package's source, with a "+" where its files differ from it.
+
+    $HALFBYTE_COMMIT if that is set, for copies outside git; without either, the version.
+    """
+    if named := os.environ.get("HALFBYTE_COMMIT"):
+        return named
     source = Path(__file__).resolve().parents[1]
     try:
         head = _git(source, "rev-parse", "--short=12", "HEAD")
         return head + ("+" if _git(source, "status", "--porcelain", "--", ".") else "")
     except (OSError, subprocess.CalledProcessError):
-        return f"halfbyte {version('halfbyte')}"
+        return f"halfbyte {__version__}"
 
 
 def _git(folder: Path, *words: str) -> str:
