@@ -180,11 +180,7 @@ def _pairs(
 
 
 def systems(path: Path, kind: str, dtype: torch.dtype, device: str, peers: Sequence[str]) -> list[System]:
-    """The reference, ours, and the peers that run this checkpoint.
-
-    Raises ValueError where bitsandbytes' operators are served by halfbyte in this process: it would be its own peer.
-    """
-    from ..integrations import bitsandbytes as switch
+    """The reference, ours, and the peers that run this checkpoint."""
 
     def ours(dtype: torch.dtype) -> Any:
         from ..integrations.transformers import load
@@ -198,8 +194,6 @@ def systems(path: Path, kind: str, dtype: torch.dtype, device: str, peers: Seque
 
     found = [System("halfbyte fp32", lambda: ours(torch.float32)), System("halfbyte", lambda: ours(dtype))]
     if "bitsandbytes" in peers and kind == "bitsandbytes":
-        if switch.status().enabled:
-            raise ValueError("halfbyte serves bitsandbytes' operators in this process; unset HALFBYTE_BITSANDBYTES")
         found.append(System(f"bitsandbytes {version('bitsandbytes')}", unchanged))
     if "dense" in peers:
         found.append(System(f"torch dense {torch.__version__}", lambda: ours(dtype).dequantize()))

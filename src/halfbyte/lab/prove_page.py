@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 WORST = 5  # layers listed by name
+MAX_NAME = 60
 
 
 def show(document: dict[str, Any], console: Console) -> None:
@@ -41,6 +42,7 @@ def _table(console: Console, title: str, columns: list[str], rows: list[list[str
     """The first column to the left, numbers to the right."""
     table = Table(*columns, title=title, title_justify="left")
     table.columns[0].overflow = "fold"
+    table.columns[0].min_width = min(MAX_NAME, max(len(row[0]) for row in rows))  # the other columns' heads can wrap
     for column in table.columns[1:]:
         column.justify = "right"
     for row in rows:
@@ -99,14 +101,11 @@ def _adapters(document: dict[str, Any], console: Console) -> None:
     for label, record in document["summary"]["adapters"].items():
         effect = record["effect"]
         spread = f"{100 * effect['min']:.2f} .. {100 * effect['median']:.2f} .. {100 * effect['max']:.2f} %"
+        head = [label, str(record["layers"]), ", ".join(map(str, record["ranks"])), spread]
         for name, ratio in record["over_difference"].items():
             of = "our error (float64)" if name == "float64" else f"ours ≠ {name}"
-            rows.append(
-                [
-                    label, str(record["layers"]), ", ".join(map(str, record["ranks"])), spread, of,
-                    f"{ratio['min']:,.1f} ×", f"{ratio['median']:,.1f} ×",
-                ]
-            )  # fmt: skip
+            rows.append([*head, of, f"{ratio['min']:,.1f} ×", f"{ratio['median']:,.1f} ×"])
+            head = [""] * len(head)
     columns = ["adapter", "layers", "rank", "changes outputs by", "against", "least", "median"]
     _table(console, "what the adapter changes in a layer, against what the kernel changes there", columns, rows)
 
