@@ -36,8 +36,8 @@ for name in "${steps[@]}"; do
     case $name in
     check)
         workers=()
-        "$python" -c 'import xdist' 2>/dev/null && workers=(-n 8 --max-worker-restart 3)
-        HALFBYTE_FUZZ=${HALFBYTE_FUZZ:-1000} step check 180 "$python" -m pytest -q -m gpu -p no:cacheprovider \
+        "$python" -c 'import xdist' 2>/dev/null && workers=(-n 14 --dist worksteal --max-worker-restart 3)
+        HALFBYTE_FUZZ=${HALFBYTE_FUZZ:-1000} HALFBYTE_FUZZ_COMPILE=${HALFBYTE_FUZZ_COMPILE:-3} step check 180 "$python" -m pytest -q -m gpu -p no:cacheprovider \
             ${workers[@]+"${workers[@]}"} tests/gpu/test_contract.py tests/gpu/test_fuzz.py tests/gpu/test_execution.py
         ;;
     linear)

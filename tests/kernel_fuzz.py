@@ -12,7 +12,8 @@ import argparse
 import inspect
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -23,7 +24,7 @@ from halfbyte import reference
 from halfbyte.device import arch_of
 from halfbyte.formats import PackedWeight, RecordLayout, get_format
 from halfbyte.formats.codecs import RecordHalf
-from halfbyte.kernels import Kernel, Problem, kernels
+from halfbyte.kernels import Kernel, Problem, kernels, nvrtc
 from kernel_samples import KEYS, multiples, random_weight
 from time_limit import Limit, time_limit
 
@@ -39,6 +40,32 @@ HANG_S = 50.0  # a problem takes milliseconds, its compilation tenths of a secon
 
 class Dead(RuntimeError):
     """The device takes no more work from this process."""
+
+
+class OverBudget(Exception):
+    """A problem needs a kernel compiled for which there is no time."""
+
+
+@contextmanager
+def compilations(most: int) -> Iterator[None]:
+    """Let at most so many kernels be compiled, or read from the cache; OverBudget for what needs another.
+
+    A kernel takes a second or two to compile, and thousands of problems have hundreds of configurations.
+    """
+    original, seen = nvrtc.compile, set()
+
+    def compile(stem: str, arch: str, macros: Mapping[str, int]) -> bytes:
+        key = (stem, arch, tuple(sorted(macros.items())))
+        if key not in seen and len(seen) >= most:
+            raise OverBudget(f"{stem} for {dict(macros)}")
+        seen.add(key)
+        return original(stem, arch, macros)
+
+    nvrtc.compile = compile
+    try:
+        yield
+    finally:
+        nvrtc.compile = original
 
 
 @dataclass(frozen=True)
@@ -107,10 +134,11 @@ def draw(kernel: Kernel, key: str, seed: int, arch: str) -> Group:
     rng = random.Random(f"{key} {seed}")
     for _ in range(200):
         n, k = _shape(rng, key, tall=arch != "cpu")
+        dtypes, ms = rng.sample(DTYPES, rng.choice((1, 1, 2))), rng.sample(MS, 3)  # few, as each may be a compilation
         cases = tuple(
             case
             for number in range(PROBLEMS)
-            if (case := _case(rng, kernel, key, seed, number, n, k, arch)) is not None
+            if (case := _case(rng, kernel, key, seed, number, (n, k), arch, dtypes, ms)) is not None
         )
         if cases:
             shift = rng.choice((0, 0, 0, 1, 2, 4, 8))
@@ -130,14 +158,22 @@ def _shape(rng: random.Random, key: str, tall: bool) -> tuple[int, int]:
 
 
 def _case(
-    rng: random.Random, kernel: Kernel, key: str, seed: int, number: int, n: int, k: int, arch: str
+    rng: random.Random,
+    kernel: Kernel,
+    key: str,
+    seed: int,
+    number: int,
+    shape: tuple[int, int],
+    arch: str,
+    dtypes: Sequence[torch.dtype],
+    ms: Sequence[int],
 ) -> Case | None:
-    dtype = rng.choice(DTYPES)
+    dtype = rng.choice(dtypes)
     case = Case(
         seed=seed,
         number=number,
         dtype=dtype,
-        m=rng.choice(MS),
+        m=rng.choice(ms),
         stride=rng.choice((0, 0, 0, 1, 7, 8, 64, None)),
         offset=rng.choice((0, 0, 0, 1, 5, 8)),
         bias=rng.choice((None, None, dtype, torch.float32)),
@@ -145,7 +181,7 @@ def _case(
         magnitude=2.0 ** rng.choice((0, 0, 0, 0, -12, 6, 11) if dtype == torch.float16 else (0, 0, 0, 0, -12, -60, 60)),
         strict=rng.random() < 0.25 and takes_strict(kernel),
     )
-    return case if kernel.supports(Problem(get_format(key), dtype, case.m, n, k, arch)) is None else None
+    return case if kernel.supports(Problem(get_format(key), dtype, case.m, *shape, arch)) is None else None
 
 
 def make_weight(group: Group, device: torch.device) -> PackedWeight:
@@ -281,7 +317,7 @@ def judge(
     reference.assert_within_contract(out, y, slack=slack)
 
 
-def check(kernel: Kernel, group: Group, case: Case, weight: PackedWeight, dense: Dense) -> None:
+def check(kernel: Kernel, group: Group, case: Case, weight: PackedWeight, dense: Callable[[], Dense]) -> None:
     """Run one problem, twice. Raises AssertionError with the line that repeats it, Dead where the device is lost."""
     device = weight.device
     try:
@@ -292,13 +328,15 @@ def check(kernel: Kernel, group: Group, case: Case, weight: PackedWeight, dense:
         extra = {"strict": True} if case.strict else {}
         kernel.run(inputs[0], weight, inputs[1], out, **extra)
         synchronise(device)
-        judge(kernel, group, case, weight, dense, inputs, out)
+        judge(kernel, group, case, weight, dense(), inputs, out)
         guards = torch.cat([buffer[:GUARD], buffer[GUARD + size :]])
         assert guards.isnan().all(), "wrote outside the output"
         first = out.clone()
         out.fill_(torch.nan)
         kernel.run(inputs[0], weight, inputs[1], out, **extra)
         assert torch.equal(first, out), "another answer the second time"
+    except OverBudget:
+        raise
     except Exception as error:
         message = f"{error}\n  {describe(group, case)}\n  repeat: {line(group, case, device)}"
         if dead(device):
@@ -333,18 +371,22 @@ def line(group: Group, case: Case | None, device: torch.device) -> str:
     return f"{words} --seed {group.seed}" + ("" if case is None else f" --problem {case.number}")
 
 
-def run_group(kernel: Kernel, group: Group, device: torch.device, limit: Limit) -> list[str]:
-    """The failures among a group's problems, as messages. Raises Dead where the device is lost."""
+def run_group(kernel: Kernel, group: Group, device: torch.device, limit: Limit) -> tuple[int, list[str]]:
+    """(problems, failures) of a group; those over the budget are not counted. Raises Dead where the device is lost."""
     weight = make_weight(group, device)
-    dense = Dense.of(weight)
+    dense = cache(lambda: Dense.of(weight))  # not made where all problems are over the budget
+    count = 0
     failures = []
     for case in group.cases:
         limit.doing = line(group, case, device)
         try:
             check(kernel, group, case, weight, dense)
+        except OverBudget:
+            continue
         except AssertionError as error:
             failures.append(str(error))
-    return failures
+        count += 1
+    return count, failures
 
 
 def run_seeds(
@@ -361,10 +403,11 @@ def run_seeds(
         group = draw(kernel, key, seed, arch)
         with time_limit(HANG_S, line(group, None, device)) as limit:
             try:
-                failures += run_group(kernel, group, device, limit)
+                done, failed = run_group(kernel, group, device, limit)
             except Dead as error:
                 raise Dead("\n".join([*failures, str(error)])) from error
-        count += len(group.cases)
+        count += done
+        failures += failed
         if len(failures) > 20 or (enough is not None and count >= enough):
             break
     return count, failures
@@ -375,7 +418,7 @@ def run_one(kernel: Kernel, key: str, seed: int, number: int, device: torch.devi
     group = replace(group, cases=tuple(case for case in group.cases if case.number == number))
     print("\n".join(describe(group, case) for case in group.cases))
     with time_limit(HANG_S, line(group, None, device)) as limit:
-        return len(group.cases), run_group(kernel, group, device, limit)
+        return run_group(kernel, group, device, limit)
 
 
 def main() -> None:

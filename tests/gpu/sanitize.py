@@ -18,6 +18,7 @@ import sysconfig
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1])]
@@ -27,8 +28,8 @@ from walk import ARCH, DEVICE, KERNELS, PRESENT, activations, apply, fitting, we
 import kernel_fuzz  # noqa: E402
 
 TIMEOUT_S = 150
-FORMATS = 5  # of each kernel
-SEED = 1
+FORMATS, COMPILE = 4, 8  # of each kernel: formats, and configurations
+PROBLEMS = 100
 FINISHED = "all problems done"
 FOUND = 9  # the tools' exit status if they found something
 TOOLS = ("memcheck", "racecheck")
@@ -105,8 +106,9 @@ def problems(name: str) -> None:
     kernel = KERNELS[name]
     kernel_fuzz.HANG_S = TIMEOUT_S
     keys = kernel_fuzz.keys_of(kernel, ARCH)
-    for key in keys[:: max(1, len(keys) // FORMATS)]:
-        count, failures = kernel_fuzz.run_seeds(kernel, key, [SEED], DEVICE)
+    for key in keys[:: -(-len(keys) // FORMATS)]:
+        with kernel_fuzz.compilations(COMPILE // FORMATS):
+            count, failures = kernel_fuzz.run_seeds(kernel, key, range(100), DEVICE, enough=PROBLEMS // FORMATS)
         if failures:
             raise SystemExit("\n".join(failures))
         print(f"{name} {key}: {count} problems")
@@ -124,17 +126,23 @@ def control(name: str) -> None:
     torch.cuda.synchronize()
 
 
+def examine(name: str) -> list[Outcome]:
+    """All runs of a kernel; those under the tools only where it is right without."""
+    alone = run(name, "alone")
+    if not alone.good:
+        return [alone]
+    with ThreadPoolExecutor(len(TOOLS) + 1) as pool:
+        return [alone, *pool.map(partial(run, name), (*TOOLS, "control"))]
+
+
 def main(names: list[str]) -> int:
     if not PRESENT or find() is None:
         print("no CUDA device" if not PRESENT else "no compute-sanitizer on PATH, in a CUDA toolkit or in a wheel")
         return 2
     print(f"{find()} on {ARCH}")
-    outcomes: list[Outcome] = []
-    for name in names or list(KERNELS):
-        outcomes.append(run(name, "alone"))
-        if outcomes[-1].good:
-            with ThreadPoolExecutor(3) as pool:
-                outcomes += pool.map(lambda what: run(name, what), (*TOOLS, "control"))  # noqa: B023
+    chosen = names or list(KERNELS)
+    with ThreadPoolExecutor(len(chosen)) as pool:
+        outcomes = [outcome for each in pool.map(examine, chosen) for outcome in each]
     for outcome in outcomes:
         if not outcome.good:
             print(f"--- {outcome.kernel}, {outcome.what}\n{outcome.output[-4000:]}")
