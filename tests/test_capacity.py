@@ -139,6 +139,17 @@ TOKENS, WINDOW = 40, 8
         tiny("qwen3", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2),
         tiny("qwen3", use_sliding_window=False, sliding_window=WINDOW),
         tiny("gpt_oss", sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2),
+        tiny("llama4_text", attention_chunk_size=WINDOW, num_local_experts=4, intermediate_size_mlp=96),
+        tiny(
+            "gemma3n_text",
+            sliding_window=WINDOW,
+            num_hidden_layers=10,
+            num_kv_shared_layers=5,
+            laurel_rank=8,
+            vocab_size_per_layer_input=128,
+            hidden_size_per_layer_input=16,
+            activation_sparsity_pattern=[0.0] * 10,
+        ),
     ],
     ids=lambda described: f"{described['model_type']}-{described.get('use_sliding_window', '')}",
 )
@@ -149,11 +160,12 @@ def test_the_cache_is_what_transformers_allocates(described: dict[str, Any]) -> 
     with torch.inference_mode():
         cache = model(torch.arange(TOKENS)[None], use_cache=True).past_key_values
     per_token = 2 * TINY["num_key_value_heads"] * TINY["head_dim"]
-    held = [layer.keys.numel() + layer.values.numel() for layer in cache.layers]
+    held = [layer.keys.numel() + layer.values.numel() for layer in cache.layers if layer.keys is not None]
     windowed = sum(values < per_token * TOKENS for values in held)
     counted = sizes(described).cache
     assert counted.values(TOKENS) == sum(held) + windowed * per_token
-    assert (windowed > 0) == (described.get("sliding_window") is not None and described.get("use_sliding_window", True))
+    window = described.get("sliding_window") or described.get("attention_chunk_size")
+    assert (windowed > 0) == (window is not None and described.get("use_sliding_window", True))
     assert counted.values(4) == len(held) * 4 * per_token  # shorter than the window: all tokens
 
 
@@ -190,6 +202,9 @@ class TestMixtures:
         assert sum(model.cache.layers.values()) == 1
         assert model.cache.uncounted == {"linear_attention": 3}
         assert any("not counted: the state of 3 × linear_attention" in note for note in model.notes)
+        mamba = sizes({"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 128})
+        assert kv_bytes(mamba, 1000, 1) == 0
+        assert mamba.cache.uncounted == {"linear_attention": 2}
 
 
 class TestFit:

@@ -353,6 +353,8 @@ class TestInterruption:
         assert resumed["layers"] == whole["layers"]
         assert not partial.exists()
         assert json.loads(out.read_text()) == resumed
+        with pytest.raises(ValueError, match="nothing to resume"):
+            prove(layers_only, out, resume=True)
 
     def test_another_checkpoint_under_the_same_name_is_no_resumption(
         self, layers_only: Settings, model: Path, tmp_path: Path

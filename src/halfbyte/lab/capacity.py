@@ -33,10 +33,10 @@ UTILISATION = 0.9  # share of the memory that a server takes; the rest is for th
 class WeightBytes:
     """Bytes of a model's weights in a format.
 
-    codes: of the 4-bit codes; in a 16-bit format and in a checkpoint as stored, all of the matrices. scales: with offsets and whatever else lies
-    beside the codes; second_level: of nested statistics, tables included. unquantised: embeddings, head, norms,
-    routers, and matrices whose shape the format cannot hold. experts: of all these, those of mixtures. gathered: an
-    embedding of which a step reads only its tokens' rows.
+    codes: of the 4-bit codes; in a 16-bit format and in a checkpoint as stored, all of the matrices. scales: with
+    offsets and whatever else lies beside the codes. second_level: of nested statistics, tables included. unquantised:
+    embeddings, head, norms, routers, and matrices whose shape the format cannot hold. experts: of all these, those of
+    mixtures. gathered: an embedding of which a step reads only its tokens' rows.
     """
 
     format: str

@@ -230,16 +230,7 @@ def _matrices(config: Any, source: str) -> dict[str, Any]:
 def cache_of(text: Any) -> Cache:
     """What a (text) config says each layer keeps: keys and values of each token, in a window where it has one; MLA's
     latent vector and rotary key; nothing counted for recurrent layers."""
-    latent = getattr(text, "kv_lora_rank", None)
-    heads = next(
-        int(value)
-        for key in ("num_key_value_heads", "num_kv_heads", "num_attention_heads")
-        if (value := getattr(text, key, None)) is not None
-    )
-    if latent:
-        values = int(latent) + int(text.qk_rope_head_dim)
-    else:
-        values = 2 * heads * int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    values = _values_a_token(text)
     layers: Counter[tuple[int, int | None]] = Counter()
     uncounted: Counter[str] = Counter()
     for kind in _layer_kinds(text):
@@ -248,7 +239,19 @@ def cache_of(text: Any) -> Cache:
             continue
         window = getattr(text, WINDOWS[kind] or "", None)
         layers[values, None if window is None else int(window)] += 1
-    return Cache(dict(layers), dict(uncounted), bool(latent))
+    return Cache(dict(layers), dict(uncounted), bool(getattr(text, "kv_lora_rank", None)))
+
+
+def _values_a_token(text: Any) -> int:
+    """Numbers that a layer with attention keeps of a token; 0 for a model without attention."""
+    if getattr(text, "kv_lora_rank", None):
+        return int(text.kv_lora_rank) + int(text.qk_rope_head_dim)
+    queries = getattr(text, "num_attention_heads", None)
+    named = (getattr(text, key, None) for key in ("num_key_value_heads", "num_kv_heads"))
+    heads = next((value for value in named if value is not None), queries)
+    if not heads or not queries:
+        return 0
+    return 2 * int(heads) * int(getattr(text, "head_dim", None) or text.hidden_size // queries)
 
 
 def _layer_kinds(text: Any) -> list[str]:

@@ -26,6 +26,8 @@ class Journal:
             return
         self.partial = file.with_name(file.name + ".partial")
         if not self.partial.exists():
+            if resume and file.exists():
+                raise ValueError(f"{file} is of a finished run: there is nothing to resume")
             return
         if not resume:
             raise ValueError(f"{self.partial} holds an unfinished run: go on with --resume, or remove it")
