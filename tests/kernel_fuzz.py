@@ -54,12 +54,12 @@ def compilations(most: int) -> Iterator[None]:
     """
     original, seen = nvrtc.compile, set()
 
-    def compile(stem: str, arch: str, macros: Mapping[str, int]) -> bytes:
-        key = (stem, arch, tuple(sorted(macros.items())))
+    def compile(stem: str, arch: str, macros: Mapping[str, int], *source: str | None) -> bytes:
+        key = (stem, arch, tuple(sorted(macros.items())), source)
         if key not in seen and len(seen) >= most:
             raise OverBudget(f"{stem} for {dict(macros)}")
         seen.add(key)
-        return original(stem, arch, macros)
+        return original(stem, arch, macros, *source)
 
     nvrtc.compile = compile
     try:

@@ -20,7 +20,7 @@ from torch import Tensor
 import kernel_fuzz
 from halfbyte import reference
 from halfbyte.formats import PackedWeight
-from halfbyte.kernels import Kernel
+from halfbyte.kernels import Kernel, nvrtc
 
 CPU = torch.device("cpu")
 TESTS = Path(__file__).parent
@@ -163,6 +163,24 @@ def test_the_line_is_a_command_that_runs() -> None:
     done = subprocess.run([sys.executable, *words], cwd=TESTS.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "torch_dequantize on cpu: 1 problems, 0 fail" in done.stdout
+
+
+def test_problems_over_the_budget_of_compilations_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel with a configuration for each dtype and M finds the first few, and the problems that these serve."""
+    compiled = []
+    monkeypatch.setattr(nvrtc, "compile", lambda stem, arch, macros, source=None: compiled.append(macros) or b"")
+    ran = []
+
+    def run(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, strict: bool = False) -> None:
+        nvrtc.compile("emulated", "sm_90a", {"M": out.shape[0], "BYTES": x.element_size()}, None)
+        ran.append((out.shape[0], x.element_size()))
+        honest(x, weight, bias, out, strict)
+
+    with kernel_fuzz.compilations(3):
+        count, failures = kernel_fuzz.run_seeds(record(run), "nf4-64", range(40), CPU)
+    assert not failures, failures[0]
+    assert len({(macros["M"], macros["BYTES"]) for macros in compiled}) == len(set(ran)) == 3
+    assert 3 <= count == len(ran) // 2 < 40 * kernel_fuzz.PROBLEMS
 
 
 def test_a_problem_that_does_not_end_ends_the_process() -> None:
