@@ -19,6 +19,8 @@ from halfbyte.kernels.cpu import library
 
 bnb = pytest.importorskip("bitsandbytes")
 transformers = pytest.importorskip("transformers")
+from bitsandbytes_samples import in_float64, load_4bit, tiny_llama  # noqa: E402
+
 pytestmark = [
     pytest.mark.skipif(library() is None, reason="no library of CPU kernels here"),
     pytest.mark.usefixtures("bitsandbytes_off"),
@@ -150,32 +152,14 @@ def test_status_command(monkeypatch):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A small dense Llama."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=96, tie_word_embeddings=False,
-    )  # fmt: skip
-    path = tmp_path_factory.mktemp("dense")
-    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
-    return path
-
-
-def load(path, nested=True):
-    config = transformers.BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )  # fmt: skip
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        path, quantization_config=config, dtype=torch.bfloat16, device_map={"": "cpu"}
-    )
+    return tiny_llama(tmp_path_factory.mktemp("dense"))
 
 
 def test_transformers_generates(checkpoint):
     """No other change to the program; every 4-bit layer of every step is served, and the bytes stay."""
     tokens = torch.tensor([[1, 2, 3, 4]])
     with switch.enabled():
-        model = load(checkpoint)
+        model = load_4bit(checkpoint)
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         out = model.generate(tokens, max_new_tokens=5, min_new_tokens=5, do_sample=False)
         for name, tensor in model.state_dict().items():
@@ -191,7 +175,7 @@ def test_qlora_training_step(checkpoint):
     tokens = torch.randint(96, (2, 12), generator=torch.Generator().manual_seed(1))
     torch.manual_seed(0)
     lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = peft.get_peft_model(load(checkpoint, nested=False), lora).train()
+    model = peft.get_peft_model(load_4bit(checkpoint, nested=False), lora).train()
     generator = torch.Generator().manual_seed(2)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -210,7 +194,7 @@ def test_qlora_training_step(checkpoint):
     assert switch.status().served["gemm_4bit"]["cpu_linear"]["9-64"] == 14
     reasons = switch.status().fallbacks["dequantize_4bit"]
     assert list(reasons) == ["bitsandbytes' own kernel decodes to 16 bits with the same values, and faster"]
-    exact = step(_in_float64(model))
+    exact = step(in_float64(model))
     assert abs(ours[0] - exact[0]) <= abs(theirs[0] - exact[0]) + 1e-3
     assert ours[1].keys() == exact[1].keys()
     errors = {
@@ -222,19 +206,3 @@ def test_qlora_training_step(checkpoint):
     }
     for kind, (our_error, their_error) in errors.items():
         assert 0 < our_error <= 1.05 * their_error, (kind, our_error, their_error)
-
-
-def _in_float64(model):
-    """The same model with its 4-bit layers dense and everything in float64."""
-    from peft.tuners.lora import Linear4bit
-
-    for module in model.modules():
-        if isinstance(module, Linear4bit):
-            base = module.base_layer
-            state = base.weight.quant_state
-            parts = {"codes": base.weight.data.view(-1), "absmax": state.absmax}
-            packed = PackedWeight(get_format("nf4-64"), tuple(state.shape), parts)
-            dense = torch.nn.Linear(*reversed(packed.shape), bias=False, dtype=torch.float64)
-            dense.weight = torch.nn.Parameter(packed.dequantize(torch.float64), requires_grad=False)
-            module.base_layer = dense
-    return model.double()
