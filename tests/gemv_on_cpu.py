@@ -88,6 +88,17 @@ def multiply(
     return out
 
 
+def moved(weight: PackedWeight, by: int) -> PackedWeight:
+    """The weight with its codes `by` bytes beyond a multiple of 64, in memory of their own."""
+    codes = weight.codes
+    size = codes.numel() * codes.element_size()
+    room = torch.empty(size + 128, dtype=torch.uint8)
+    start = -room.data_ptr() % 64 + by
+    view = room[start : start + size].view(codes.dtype).view(codes.shape)
+    view.copy_(codes)
+    return PackedWeight(weight.format, weight.shape, {**weight.parts, weight.format.layout.part: view})
+
+
 def _span(x: Tensor) -> Tensor:
     """The memory from x's first element to its last."""
     return torch.as_strided(x, ((x.shape[0] - 1) * x.stride(0) + x.shape[1],), (1,))

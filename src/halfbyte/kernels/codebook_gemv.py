@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..device import arch_of
-from ..formats import BlockFormat, PackedWeight, RecordLayout, WordLayout
+from ..formats import BlockFormat, PackedWeight, WordLayout
 from ..formats.codecs import (
     AbsmaxScale,
     Codec,
@@ -46,6 +46,7 @@ SHARED_LIMIT = {
 }
 ARCHITECTURES = tuple(SHARED_LIMIT)
 NO_ASYNC_COPIES = ("sm_75",)
+HOISTING = ("sm_100", "sm_120")  # compiled for them, eight rows of x do not fit 128 registers
 MAX_M, MAX_ROWS = 64, 8  # of x in a call; in a launch
 MAX_SIZE = 1 << 30  # of N and of K
 SMALL_GRID = 264  # blocks below which sixteen warps share K: two for each of an H200's 132 multiprocessors
@@ -181,14 +182,14 @@ def reason_against(problem: Problem) -> str | None:
 
 
 def predicted_seconds(problem: Problem) -> float:
-    """Launches of up to eight rows of x, each 4 µs and the weights at what the instructions of its SASS allow.
+    """Launches of up to eight rows of x: each 4 µs, and its instructions at 0.6 of an H200's issue rate.
 
-    An instruction for each weight and row of x and five to decode it, at 0.6 of an H200's issue rate; docs/codebook-gemv.md.
+    The instructions are those of the SASS (docs/codebook-gemv.md). No device has confirmed the rate yet.
     """
     seconds = 0.0
     for first in range(0, problem.m, MAX_ROWS):
         rows = 1 << (min(MAX_ROWS, problem.m - first) - 1).bit_length()
-        instructions = 5.6 + 1.2 * rows
+        instructions = 5.8 + 1.35 * rows  # a lane's, for each weight
         seconds += 4e-6 + problem.n * problem.k * instructions / (0.6 * 132 * 128 * 1.8e9)
     return seconds
 
@@ -256,15 +257,20 @@ def describe(weight: PackedWeight, dtype: torch.dtype) -> Config:
 
 
 def configure(weight: PackedWeight, dtype: torch.dtype, m: int, arch: str) -> Config:
-    """The configuration for a launch of up to m rows of x; its M_ROWS is less where shared memory has no room for m."""
-    n, k = weight.shape
+    """The configuration for a launch of up to m rows of x; see `fit`."""
     config = describe(weight, dtype)
-    config = replace(config, WARPS=warps(n, k, config, arch))
+    return fit(replace(config, WARPS=warps(*weight.shape, config, arch)), m, arch)
+
+
+def fit(config: Config, m: int, arch: str) -> Config:
+    """`config` with as many rows of x in a launch, up to m, as registers and shared memory hold, and with its ring."""
     for rows in (8, 4, 2, 1):
-        if rows >= 2 * m:
+        pressed = rows == 8 and arch in HOISTING
+        if rows >= 2 * m or (pressed and config.WARPS > 8):
             continue
+        alone = config.WARPS > 8 or config.heavy or pressed
+        resident = 1 if alone else 3 if rows < 4 else 2
         for stages in (1,) if arch in NO_ASYNC_COPIES else (3, 2):
-            resident = 1 if config.WARPS > 8 or config.heavy else 3 if rows < 4 else 2
             candidate = replace(config, M_ROWS=rows, STAGES=stages, RESIDENT=resident)
             if candidate.shared_bytes <= SHARED_LIMIT[arch]:
                 return candidate

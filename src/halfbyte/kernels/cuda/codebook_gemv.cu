@@ -5,24 +5,24 @@
 // memory, as whole aligned pieces of 16 bytes, STAGES - 1 ahead, and x as fp32 beside it. A lane then takes a chunk of 32
 // weights of each of 4 rows:
 //
-//   weight = fma(table[code], scale, offset)      one fp32 rounding of the true value
-//   sum[row][m] = fma(weight, x[m], sum[row][m])  fp32
+//   weight = fma(table[code], scale, offset)      the true value, rounded once
+//   sum[row][m] = fma(weight, x[m], sum[row][m])
 //
 // and at the end lanes, then warps, are added in a fixed order. That order depends on N and K alone, not on M.
 // The table of 16 fp32 values has a copy for each bank of shared memory.
 //
-// A format is how the codes of a chunk are found (copy_tile, load_chunk, slot) and how a block's scale and offset are read
-// (load_raw, scales_of). All else is common. Macros, set by codebook_gemv.py:
+// A format is how the codes of a chunk are found (copy_tile, load_chunk, nibble_of, x_quad) and how a block's scale and offset
+// are read (load_raw, scales_of); all else is common. Macros, set by codebook_gemv.py:
 //   LAYOUT      PLANAR, RECORD32 (GGUF), SUPERBLOCK (Q4_K), WORDS_K (GPTQ), WORDS_N (AWQ)
 //   RECORD      bytes of 32 weights                       CODE_START  bytes before a record's codes
 //   GRAIN       largest power of two up to 16 that divides the address of every run of every row
 //   READ        16, 4 or 1: the same for the codes of every chunk
-//   EDGES       whether a 16-byte piece may reach beyond the tensor: such pieces are copied byte by byte
+//   EDGES       whether a piece may reach beyond the tensor: such pieces are copied byte by byte
 //   PIECE       16, or 4 for int32 words that are not 16-byte aligned
 //   STRADDLE    K is no multiple of 32 (bitsandbytes): rows begin within blocks, even within bytes
 //   HIGH_FIRST  element 2j is the high nibble of byte j
 //   SCALE       ABSMAX, NESTED, E8M0, E4M3, HALF, HALF_MIN, RECORD_E8M0, KQUANT, GROUP_FP16, GROUP_BF16
-//   SUBS        scales that a chunk of 32 may need: 1, 2, 4   ZERO_BASE   added to zero points (1 in GPTQ's first format)
+//   SUBS        scales that a chunk may need: 1, 2, 4     ZERO_BASE   added to zero points (1 in GPTQ's first format)
 //   M_ROWS      rows of x: 1, 2, 4, 8                     X_TYPE      0 fp16, 1 bf16, 2 fp32 (also of out)
 //   WARPS       of a block, which share K                 STAGES      tiles of a warp's ring
 //   RESIDENT    blocks that a multiprocessor's registers shall hold
@@ -47,7 +47,6 @@
 #define GROUPED (SCALE == GROUP_FP16 || SCALE == GROUP_BF16)
 #define IN_RECORD (SCALE == HALF || SCALE == HALF_MIN || SCALE == RECORD_E8M0 || SCALE == KQUANT)
 #define HAS_OFFSET (GROUPED || SCALE == HALF_MIN || SCALE == KQUANT)
-#define SPLIT_NIBBLES (LAYOUT == RECORD32 || LAYOUT == SUPERBLOCK)    // low nibbles are one half of a run, high ones the other
 
 #define CHUNKS (LAYOUT == SUPERBLOCK ? 8 : LAYOUT == WORDS_N ? 2 : 4)  // of 32 weights, along K in a tile
 #define GROUPS (32 / CHUNKS)                                           // of 4 rows
@@ -56,19 +55,20 @@
 #define TILE_K (32 * CHUNKS)
 #define THREADS (32 * WARPS)
 
-// A tile in shared memory: rows of whole pieces, padded against bank conflicts; int32 words as they are.
-#define RUN_BYTES (CHUNKS * RECORD + STRADDLE)
-#define PIECES ((16 - GRAIN + RUN_BYTES + 15) / 16)
+// A tile in shared memory: rows of whole pieces, padded against bank conflicts, or lines of int32 words.
+#define PIECES ((16 - GRAIN + CHUNKS * RECORD + STRADDLE + 15) / 16)
 #define PITCH (16 * (LAYOUT == SUPERBLOCK ? 10 : PIECES | 1))
-#define WORDS_N_PITCH (32 * 32 + 32)                                   // of 32 k
-#define TILE_BYTES (LAYOUT == WORDS_K ? 2048 : LAYOUT == WORDS_N ? 2 * WORDS_N_PITCH : TILE_ROWS * PITCH)
+#define LINES (LAYOUT == WORDS_K ? TILE_K / 8 : TILE_K)
+#define LINE_WORDS (LAYOUT == WORDS_K ? TILE_ROWS : TILE_ROWS / 8)
+#define LINE_AT(line) ((line) * LINE_WORDS * 4 + (line) / 32 * 32)
+#define TILE_BYTES (IN_WORDS ? LINE_AT(LINES) : TILE_ROWS * PITCH)
 #define X_CHUNK 36                                                     // floats from a chunk of x to the next
 #define X_ROW (CHUNKS * X_CHUNK)
 #define TABLE_BYTES 2048
 #define WARP_BYTES (STAGES * TILE_BYTES + M_ROWS * X_ROW * 4)
 #define SHARED_BYTES (2 * TABLE_BYTES + WARPS * WARP_BYTES)
 
-static_assert(WARPS * M_ROWS * TILE_ROWS * 4 <= WARPS * WARP_BYTES, "the sums of all warps take the place of their tiles");
+static_assert(M_ROWS * TILE_ROWS * 4 <= WARP_BYTES, "the sums of all warps take the place of their tiles");
 static_assert(LAYOUT != SUPERBLOCK || PIECES <= 10, "a superblock fits its pitch");
 
 typedef unsigned int u32;
@@ -94,6 +94,11 @@ struct Problem {
     int bias_is_fp32;
     int x_in_quads;          // whether every fourth element of every row of x is aligned to four elements
     float codebook[16];
+};
+
+// What a lane works on: chunk `chunk` of the rows of group `group`, in the block's rows from n0 on.
+struct Lane {
+    int n0, index, chunk, group;
 };
 
 #define DEVICE static __device__ __forceinline__
@@ -160,6 +165,8 @@ DEVICE void copies_wait() {
 }
 #endif
 
+// ---- numbers
+
 DEVICE float bfloat_to_float(u32 bits) { return __uint_as_float(bits << 16); }
 
 DEVICE u16 float_to_bfloat(float value) {
@@ -175,51 +182,63 @@ DEVICE float e4m3_to_float(u32 bits) {
     return (bits & 127) == 127 ? __uint_as_float(0x7FC00000u) : bits & 128 ? -magnitude : magnitude;
 }
 
-// ---- who does what: lane = chunk * GROUPS + group. A group's rows are neighbours where int32 words hold several.
+// Number `at` of an array of x's type.
+DEVICE float load_one(const void* from, long long at) {
+    if (X_TYPE == 2) return __ldg((const float*)from + at);
+    const u32 bits = __ldg((const u16*)from + at);
+    return X_TYPE == 1 ? bfloat_to_float(bits) : half_to_float(bits);
+}
+
+DEVICE float4 load_four(const void* from, long long at) {
+    if (X_TYPE == 2) return __ldg((const float4*)((const float*)from + at));
+    const uint2 two = __ldg((const uint2*)((const u16*)from + at));
+    if (X_TYPE == 1)
+        return make_float4(bfloat_to_float(two.x), __uint_as_float(two.x & 0xFFFF0000u), bfloat_to_float(two.y),
+                           __uint_as_float(two.y & 0xFFFF0000u));
+    return make_float4(half_to_float(two.x & 0xFFFF), half_to_float(two.x >> 16), half_to_float(two.y & 0xFFFF),
+                       half_to_float(two.y >> 16));
+}
+
+// ---- codes
+
+// Row r of a lane's group: neighbours where an int32 word, or a 16-byte load, holds several.
 DEVICE int row_in_tile(int group, int r) { return IN_WORDS ? ROWS * group + r : r * GROUPS + group; }
 
 // Of the flattened [N, K]; for rows beyond N, whose sums nobody reads, of the last row.
 DEVICE long long element(const Problem& p, int n, int k) { return (long long)min(n, p.n - 1) * p.k + k; }
 
-// ---- codes
-
-// The byte where the run that begins at element e of the flattened [N, K] begins.
+// The byte where a run of codes that begins at element e begins, and where that is in its row of the tile.
 DEVICE long long run_start(long long e) { return LAYOUT == PLANAR ? e >> 1 : (e >> 5) * RECORD; }
+DEVICE int run_offset(const Problem& p, long long e) { return GRAIN == 16 ? 0 : (int)((u64)(p.codes + run_start(e)) & 15); }
 
 DEVICE void copy_piece(const Problem& p, u8* to, const u8* from) {
-#if EDGES
-    if (from < p.codes || from + 16 > p.codes + p.code_bytes) {
-        for (int b = 0; b < 16; ++b)
-            if (from + b >= p.codes && from + b < p.codes + p.code_bytes) to[b] = __ldg(from + b);
+    const u8* end = p.codes + p.code_bytes;
+    if (!EDGES || (from >= p.codes && from + 16 <= end)) {
+        copy_async<16>(to, from);
         return;
     }
-#endif
-    copy_async<16>(to, from);
+    for (int b = 0; b < 16; ++b)
+        if (from + b >= p.codes && from + b < end) to[b] = __ldg(from + b);
 }
 
-// Starts the copies of a warp's tile, from row n0 and column k0 on. What lies beyond the matrix is left as it was: any
-// nibble is a code, and x and scales are zero there.
-DEVICE void copy_tile(const Problem& p, int n0, int k0, u8* to, int lane) {
+// Starts the copies of a warp's tile, columns k0 and on. What lies beyond the matrix is left as it was: any nibble is a
+// code, and x and scales are zero there.
+DEVICE void copy_tile(const Problem& p, const Lane& lane, int k0, u8* to) {
     if (k0 >= p.k) return;
-#if LAYOUT == WORDS_K
+    const int n0 = lane.n0;
+#if LAYOUT == WORDS_K || LAYOUT == WORDS_N
+    const int lines = LAYOUT == WORDS_K ? p.k / 8 : p.k, width = LAYOUT == WORDS_K ? p.n : p.n / 8;
+    const int line0 = LAYOUT == WORDS_K ? k0 / 8 : k0, word0 = LAYOUT == WORDS_K ? n0 : n0 / 8;
 #pragma unroll
-    for (int start = 0; start < TILE_BYTES / PIECE; start += 32) {
-        const int i = start + lane, row = i / (128 / PIECE), column = i % (128 / PIECE) * (PIECE / 4);    // of words: 16 rows of 32
-        if (k0 / 8 + row < p.k / 8 && n0 + column < p.n)
-            copy_async<PIECE>(to + i * PIECE, p.codes + 4 * ((long long)(k0 / 8 + row) * p.n + n0 + column));
-    }
-#elif LAYOUT == WORDS_N
-#pragma unroll
-    for (int start = 0; start < TILE_K * 32 / PIECE; start += 32) {
-        const int i = start + lane, row = i / (32 / PIECE), column = i % (32 / PIECE) * (PIECE / 4);      // of words: TILE_K rows of 8
-        if (k0 + row < p.k && n0 / 8 + column < p.n / 8)
-            copy_async<PIECE>(to + row / 32 * WORDS_N_PITCH + row % 32 * 32 + 4 * column,
-                              p.codes + 4 * ((long long)(k0 + row) * (p.n / 8) + n0 / 8 + column));
+    for (int start = 0; start < LINES * LINE_WORDS * 4 / PIECE; start += 32) {
+        const int at = (start + lane.index) * (PIECE / 4), line = at / LINE_WORDS, word = at % LINE_WORDS;
+        if (line0 + line < lines && word0 + word < width)
+            copy_async<PIECE>(to + LINE_AT(line) + 4 * word, p.codes + 4 * ((long long)(line0 + line) * width + word0 + word));
     }
 #else
 #pragma unroll
     for (int start = 0; start < TILE_ROWS * PIECES; start += 32) {
-        const int i = start + lane, row = i / PIECES, piece = i % PIECES;
+        const int i = start + lane.index, row = i / PIECES, piece = i % PIECES;
         if (TILE_ROWS * PIECES % 32 && row >= TILE_ROWS) break;
         const u8* from = (const u8*)((u64)(p.codes + run_start(element(p, n0 + row, k0))) & ~15ull) + 16 * piece;
         const u8* end = p.codes + run_start(element(p, n0 + row, p.k) + STRADDLE);
@@ -228,18 +247,14 @@ DEVICE void copy_tile(const Problem& p, int n0, int k0, u8* to, int lane) {
 #endif
 }
 
-// Where in its row of the tile a run begins.
-DEVICE int run_offset(const Problem& p, long long e) { return GRAIN == 16 ? 0 : (int)((u64)(p.codes + run_start(e)) & 15); }
-
 // COUNT words of a row from byte `at` on, and 4 bits later if `half`.
 template <int COUNT>
 DEVICE void read_words(const u8* row, int at, bool half, u32 (&words)[4]) {
-#if READ == 16
-    const uint4 all = *(const uint4*)(row + at);
-    words[0] = all.x, words[1] = all.y, words[2] = all.z, words[3] = all.w;
-#else
     const u32* from = (const u32*)row + at / 4;
-#if READ == 4
+#if READ == 16
+    const uint4 all = *(const uint4*)from;
+    words[0] = all.x, words[1] = all.y, words[2] = all.z, words[3] = all.w;
+#elif READ == 4
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) words[i] = from[i];
 #else
@@ -252,92 +267,81 @@ DEVICE void read_words(const u8* row, int at, bool half, u32 (&words)[4]) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) words[i] = __funnelshift_r(raw[i], raw[i + 1], 8 * (at & 3) + (half ? 4 : 0));
 #endif
-#endif
 }
 
-// Four words a row (WORDS_N: none, they are read eight k at a time), each of eight weights of the lane's chunk.
-DEVICE void load_chunk(const Problem& p, const u8* tile, int n0, int k0, int chunk, int group, u32 (&words)[ROWS][4]) {
+// Four words a row, each of eight weights of the lane's chunk. (WORDS_N: none; they hold one k each.)
+DEVICE void load_chunk(const Problem& p, const Lane& lane, int k0, const u8* tile, u32 (&words)[ROWS][4]) {
 #if LAYOUT == WORDS_K
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-        const uint4 all = *(const uint4*)(tile + (4 * chunk + j) * 128 + 16 * group);
+        const uint4 all = *(const uint4*)(tile + LINE_AT(4 * lane.chunk + j) + 16 * lane.group);
         words[0][j] = all.x, words[1][j] = all.y, words[2][j] = all.z, words[3][j] = all.w;
     }
 #elif LAYOUT != WORDS_N
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-        const int row = row_in_tile(group, r);
-        const long long e = element(p, n0 + row, k0);
-        const int at = run_offset(p, e) + CODE_START + chunk * (LAYOUT == SUPERBLOCK ? 16 : RECORD);
+        const int row = row_in_tile(lane.group, r);
+        const long long e = element(p, lane.n0 + row, k0);
+        const int at = run_offset(p, e) + CODE_START + lane.chunk * (LAYOUT == SUPERBLOCK ? 16 : RECORD);
         read_words<4>(tile + row * PITCH, at, STRADDLE && (e & 1), words[r]);
     }
 #endif
 }
 
-// Of the eight weights of a word: which of the eight values of x belongs to nibble i.
-DEVICE constexpr int slot(int i) { return SPLIT_NIBBLES ? (i & 1) * 4 + i / 2 : HIGH_FIRST && !STRADDLE ? i ^ 1 : i; }
+// A word's weights come in two halves of four: low nibbles and high ones where those are 16 or 32 weights apart, else as
+// they follow each other. Which nibble is weight i of half h:
+DEVICE constexpr int nibble_of(int h, int i) {
+    if (LAYOUT == RECORD32 || LAYOUT == SUPERBLOCK) return 2 * i + h;
+    return 4 * h + (HIGH_FIRST && !STRADDLE ? i ^ 1 : i);
+}
+
+// Where the four values of x for half h of word j of a chunk are.
+DEVICE int x_quad(int chunk, int j, int h) {
+    if (LAYOUT == SUPERBLOCK) return (chunk / 2 * 2 + h) * X_CHUNK + chunk % 2 * 16 + 4 * j;
+    return chunk * X_CHUNK + (LAYOUT == RECORD32 ? 16 * h + 4 * j : 8 * j + 4 * h);
+}
 
 // Columns 0, 1, 2, 3 of AWQ's words are in nibbles 0, 4, 1, 5; columns 4, 5, 6, 7 two further.
 DEVICE constexpr int awq_nibble(int column) { return column % 2 * 4 + column / 2; }
 
-// Where the four values of x that half h of word j of a chunk begins with are.
-DEVICE int x_quad(int chunk, int j, int h) {
-    if (LAYOUT == SUPERBLOCK) return ((chunk & ~1) + h) * X_CHUNK + 16 * (chunk & 1) + 4 * j;
-    return chunk * X_CHUNK + (LAYOUT == RECORD32 ? 16 * h + 4 * j : 8 * j + 4 * h);
-}
+// ---- scales
 
-// ---- scales: `Raw` is on its way while the tile before is multiplied
-
+// What scales are made of, as it is in memory: on its way while the tile before is multiplied.
 struct Raw {
-#if SCALE == ABSMAX
-    float value[ROWS][SUBS];
-#elif !IN_RECORD
     u32 value[ROWS][SUBS];
-#endif
-#if SCALE == NESTED
     float outer[ROWS][SUBS];
-#elif GROUPED
     u32 zeros[SUBS];
-#endif
 };
 
-DEVICE u32 load_byte(const void* from, long long at) { return __ldg((const u8*)from + at); }
-
-// The first weight, of a chunk that begins at element e, for which scale s holds.
+// The first weight, of a chunk that begins at element e, for which scale s holds; 32 or more: none does.
 DEVICE int span_start(const Problem& p, long long e, int s) {
     if (s == 0 || SCALE == KQUANT) return 0;
     if (!STRADDLE) return s * (32 / SUBS);
     return (int)min((((e >> p.block_shift) + 1) << p.block_shift) - e, 32ll);
 }
 
-DEVICE void load_raw(const Problem& p, int n0, int k, int group, Raw& raw) {    // k: of the lane's chunk
-#if GROUPED
+DEVICE void load_raw(const Problem& p, const Lane& lane, int k0, Raw& raw) {
+    const int k = k0 + 32 * lane.chunk;
+#if !IN_RECORD
 #pragma unroll
     for (int s = 0; s < SUBS; ++s) {
-        const int at = k + span_start(p, 0, s), n = min(n0 + ROWS * group, p.n - ROWS);
-        const bool there = at < p.k;
-        const long long line = there ? at / p.group : 0;
+        const long long line = GROUPED ? (u32)(k + s * (32 / SUBS)) / (u32)p.group : 0;
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r) raw.value[r][s] = there ? __ldg((const u16*)p.scales + line * p.n + n + r) : 0;
-        raw.zeros[s] = there ? __ldg(p.zeros + line * (p.n / 8) + n / 8) : 0;
-    }
-#elif !IN_RECORD
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-        const long long e = element(p, n0 + row_in_tile(group, r), k);
-#pragma unroll
-        for (int s = 0; s < SUBS; ++s) {
+        for (int r = 0; r < ROWS; ++r) {
+            const int n = min(lane.n0 + row_in_tile(lane.group, r), p.n - 1);
+            const long long e = element(p, n, k);
             const int start = span_start(p, e, s);
-            const bool there = start < 32 && k + start < p.k;
+            raw.value[r][s] = 0, raw.outer[r][s] = 0;
+            if (r == 0) raw.zeros[s] = 0;
+            if (start >= 32 || k + start >= p.k) continue;
+            if (GROUPED) {
+                raw.value[r][s] = __ldg((const u16*)p.scales + line * p.n + n);
+                if (r == 0) raw.zeros[s] = __ldg(p.zeros + line * (p.n / 8) + n / 8);    // one word for all four
+                continue;
+            }
             const long long block = (e + start) >> (SCALE == E4M3 ? 4 : SCALE == E8M0 ? 5 : p.block_shift);
-#if SCALE == ABSMAX
-            raw.value[r][s] = there ? __ldg((const float*)p.scales + block) : 0.f;
-#else
-            raw.value[r][s] = there ? load_byte(p.scales, block) : 0;
-#endif
-#if SCALE == NESTED
-            raw.outer[r][s] = there ? __ldg(p.outer + (block >> 8)) : 0.f;
-#endif
+            raw.value[r][s] = SCALE == ABSMAX ? __ldg((const u32*)p.scales + block) : __ldg((const u8*)p.scales + block);
+            if (SCALE == NESTED) raw.outer[r][s] = __ldg(p.outer + (block >> 8));
         }
     }
 #endif
@@ -349,100 +353,73 @@ struct Scales {
 };
 
 // The scales of row r of a lane's chunk; zeros beyond the end of the row. Every product and sum is one fp32 rounding.
-DEVICE Scales scales_of(const Problem& p, const Raw& raw, const u8* tile, int n0, int k0, int chunk, int group, int r) {
+DEVICE Scales scales_of(const Problem& p, const Lane& lane, int k0, const u8* tile, const Raw& raw, int r) {
     Scales result;
-    const int k = k0 + 32 * chunk, row = row_in_tile(group, r);
-    const long long e = element(p, n0 + row, k);
-    result.border = span_start(p, e, 1);
+    const int row = row_in_tile(lane.group, r), k = k0 + 32 * lane.chunk;
+    const long long e = element(p, lane.n0 + row, k);
+    u32 head[4];    // of the record
 #if IN_RECORD
-    u32 head[4];
-    read_words<SCALE == KQUANT ? 4 : 1>(tile + row * PITCH, run_offset(p, e - 32 * chunk) + (SCALE == KQUANT ? 0 : chunk * RECORD), false, head);
+    const int at = run_offset(p, e - 32 * lane.chunk) + (SCALE == KQUANT ? 0 : lane.chunk * RECORD);
+    read_words<SCALE == KQUANT ? 4 : 1>(tile + row * PITCH, at, false, head);
 #endif
 #pragma unroll
     for (int s = 0; s < SUBS; ++s) {
+        const u32 value = raw.value[r][s];
         float scale, offset = 0;
-#if SCALE == ABSMAX
-        scale = raw.value[r][s];
-#elif SCALE == NESTED
-        scale = __fadd_rn(__fmul_rn(__ldg(p.map + raw.value[r][s]), raw.outer[r][s]), __ldg(p.constant));
-#elif SCALE == E8M0
-        scale = e8m0_to_float(raw.value[r][s]);
-#elif SCALE == E4M3
-        scale = __fmul_rn(e4m3_to_float(raw.value[r][s]), __ldg(p.constant));
-#elif SCALE == HALF || SCALE == HALF_MIN
-        scale = half_to_float(head[0] & 0xFFFF);
+        if (SCALE == ABSMAX) scale = __uint_as_float(value);
+        if (SCALE == NESTED) scale = __fadd_rn(__fmul_rn(__ldg(p.map + value), raw.outer[r][s]), __ldg(p.constant));
+        if (SCALE == E8M0) scale = e8m0_to_float(value);
+        if (SCALE == E4M3) scale = __fmul_rn(e4m3_to_float(value), __ldg(p.constant));
+        if (SCALE == HALF || SCALE == HALF_MIN) scale = half_to_float(head[0] & 0xFFFF);
         if (SCALE == HALF_MIN) offset = half_to_float(head[0] >> 16);
-#elif SCALE == RECORD_E8M0
-        scale = e8m0_to_float(head[0] & 255);
-#elif SCALE == KQUANT
-        // fp16 d and dmin; bytes of the low scales, of the low mins, of high nibbles: blocks 4..7 keep 4 bits there (scales
-        // low, mins high) and their top two bits above the six of blocks 0..3
-        const int block = (chunk & ~1) + s, shift = 8 * (block & 3);
-        const u32 low = head[1] >> shift & 255, low_min = head[2] >> shift & 255, high = head[3] >> shift & 255;
-        const u32 six = block < 4 ? low & 63 : (high & 15) | (low >> 2 & 48);
-        const u32 six_min = block < 4 ? low_min & 63 : high >> 4 | (low_min >> 2 & 48);
-        scale = __fmul_rn(half_to_float(head[0] & 0xFFFF), (float)six);
-        offset = -__fmul_rn(half_to_float(head[0] >> 16), (float)six_min);
-#elif GROUPED
-        const int nibble = LAYOUT == WORDS_N ? awq_nibble(r) + 2 * (group & 1) : r + 4 * (group & 1);
-        scale = SCALE == GROUP_BF16 ? bfloat_to_float(raw.value[r][s]) : half_to_float(raw.value[r][s]);
-        offset = -__fmul_rn(scale, (float)((raw.zeros[s] >> (4 * nibble) & 15) + ZERO_BASE));
-#endif
-        const int start = s == 0 ? 0 : STRADDLE ? result.border : span_start(p, e, s);
+        if (SCALE == RECORD_E8M0) scale = e8m0_to_float(head[0] & 255);
+        if (SCALE == KQUANT) {
+            // fp16 d and dmin; then bytes: four low scales, four low mins, four pairs of nibbles. Blocks 4..7 have 4 bits
+            // in a nibble (scale low, min high) and two on top of the six of blocks 0..3.
+            const int block = lane.chunk / 2 * 2 + s, shift = 8 * (block & 3);
+            const u32 low = head[1] >> shift & 255, low_min = head[2] >> shift & 255, both = head[3] >> shift & 255;
+            const u32 six = block < 4 ? low & 63 : (both & 15) | (low >> 2 & 48);
+            const u32 six_min = block < 4 ? low_min & 63 : both >> 4 | (low_min >> 2 & 48);
+            scale = __fmul_rn(half_to_float(head[0] & 0xFFFF), (float)six);
+            offset = -__fmul_rn(half_to_float(head[0] >> 16), (float)six_min);
+        }
+        if (GROUPED) {
+            const int second = lane.group & 1, nibble = LAYOUT == WORDS_N ? awq_nibble(r) + 2 * second : r + 4 * second;
+            scale = SCALE == GROUP_BF16 ? bfloat_to_float(value) : half_to_float(value);
+            offset = -__fmul_rn(scale, (float)((raw.zeros[s] >> (4 * nibble) & 15) + ZERO_BASE));
+        }
+        const int start = span_start(p, e, s);
         const bool there = start < 32 && k + start < p.k;
         result.scale[s] = there ? scale : 0;
         result.offset[s] = there ? offset : 0;
+        result.border = start;
     }
     return result;
 }
 
-// ---- x
-
-DEVICE float load_x(const Problem& p, long long at) {
-#if X_TYPE == 2
-    return __ldg((const float*)p.x + at);
-#else
-    const u32 bits = __ldg((const u16*)p.x + at);
-    return X_TYPE == 1 ? bfloat_to_float(bits) : half_to_float(bits);
-#endif
-}
-
-DEVICE float4 load_x_quad(const Problem& p, long long at) {
-#if X_TYPE == 2
-    return __ldg((const float4*)((const float*)p.x + at));
-#else
-    const uint2 two = __ldg((const uint2*)((const u16*)p.x + at));
-    if (X_TYPE == 1)
-        return make_float4(bfloat_to_float(two.x), __uint_as_float(two.x & 0xFFFF0000u), bfloat_to_float(two.y),
-                           __uint_as_float(two.y & 0xFFFF0000u));
-    return make_float4(half_to_float(two.x & 0xFFFF), half_to_float(two.x >> 16), half_to_float(two.y & 0xFFFF),
-                       half_to_float(two.y >> 16));
-#endif
-}
+// ---- arithmetic
 
 // The warp's TILE_K columns of x in fp32, zeros beyond M and K.
-DEVICE void stage_x(const Problem& p, int k0, float* to, int lane) {
+DEVICE void stage_x(const Problem& p, const Lane& lane, int k0, float* to) {
 #pragma unroll
     for (int start = 0; start < M_ROWS * CHUNKS * 8; start += 32) {
-        const int i = start + lane, m = i / (CHUNKS * 8), quad = i % (CHUNKS * 8), k = k0 + 4 * quad;
+        const int i = start + lane.index, m = i / (CHUNKS * 8), quad = i % (CHUNKS * 8), k = k0 + 4 * quad;
         if (M_ROWS * CHUNKS * 8 % 32 && m >= M_ROWS) break;
         const long long at = m * p.x_stride + k;
         float4 x = make_float4(0, 0, 0, 0);
         if (m < p.m && k < p.k) {
             if (p.x_in_quads && k + 4 <= p.k) {
-                x = load_x_quad(p, at);
+                x = load_four(p.x, at);
             } else {
-                x.x = load_x(p, at);
-                if (k + 1 < p.k) x.y = load_x(p, at + 1);
-                if (k + 2 < p.k) x.z = load_x(p, at + 2);
-                if (k + 3 < p.k) x.w = load_x(p, at + 3);
+                x.x = load_one(p.x, at);
+                if (k + 1 < p.k) x.y = load_one(p.x, at + 1);
+                if (k + 2 < p.k) x.z = load_one(p.x, at + 2);
+                if (k + 3 < p.k) x.w = load_one(p.x, at + 3);
             }
         }
         *(float4*)(to + m * X_ROW + quad / 8 * X_CHUNK + quad % 8 * 4) = x;
     }
 }
-
-// ---- arithmetic
 
 // The table's value of a nibble (a constant) of a word. `table`: address of the lane's bank; bits 7..10 are zero.
 DEVICE float entry(u32 table, u32 word, int nibble) {
@@ -450,49 +427,47 @@ DEVICE float entry(u32 table, u32 word, int nibble) {
     return constant_at((code & 0x780) | table);
 }
 
-// Which of a row's scales holds for nibble i of word j.
-DEVICE constexpr int sub_of(int j, int i) { return SUBS == 1 ? 0 : LAYOUT == SUPERBLOCK ? i & 1 : j * SUBS / 4; }
+// A value of half h of word j of a row, the chunk's weight at `at`, times its scale, plus its offset.
+DEVICE float scaled(float value, const Scales& s, int j, int h, int at) {
+    if (STRADDLE) return value * (at < s.border ? s.scale[0] : s.scale[SUBS - 1]);
+    const int sub = SCALE == KQUANT ? h : j * SUBS / 4;
+    return HAS_OFFSET ? fmaf(value, s.scale[sub], s.offset[sub]) : value * s.scale[sub];
+}
 
-DEVICE void multiply(const Problem& p, const Raw& raw, const u8* tile, const float* x, u32 table, int n0, int k0,
-                     int lane, float (&sum)[ROWS][M_ROWS]) {
-    const int group = lane % GROUPS, chunk = lane / GROUPS;
+DEVICE void multiply(const Problem& p, const Lane& lane, int k0, const u8* tile, const Raw& raw, const float* x, u32 table,
+                     float (&sum)[ROWS][M_ROWS]) {
     u32 words[ROWS][4];
-    load_chunk(p, tile, n0, k0, chunk, group, words);
+    load_chunk(p, lane, k0, tile, words);
     Scales scales[ROWS];
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) scales[r] = scales_of(p, raw, tile, n0, k0, chunk, group, r);
+    for (int r = 0; r < ROWS; ++r) scales[r] = scales_of(p, lane, k0, tile, raw, r);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-        float weight[ROWS][8];
+    for (int half = 0; half < 8; ++half) {
+        const int j = half / 2, h = half % 2;
+        float weight[ROWS][4];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
+        for (int i = 0; i < 4; ++i) {
+            const int at = 4 * half + i;
 #if LAYOUT == WORDS_N
-            const u8* line = tile + chunk * WORDS_N_PITCH + (8 * j + i) * 32;
-            const u32 columns = *(const u32*)(line + group / 2 * 4) >> (8 * (group & 1));
+            const u8* line = tile + LINE_AT(32 * lane.chunk) + at * 32;
+            const u32 columns = *(const u32*)(line + lane.group / 2 * 4) >> (8 * (lane.group & 1));
 #endif
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
 #if LAYOUT == WORDS_N
                 const float value = entry(table, columns, awq_nibble(r));
 #else
-                const float value = entry(table, words[r][j], i);
+                const float value = entry(table, words[r][j], nibble_of(h, i));
 #endif
-#if STRADDLE
-                weight[r][i] = value * (8 * j + i < scales[r].border ? scales[r].scale[0] : scales[r].scale[1]);
-#elif HAS_OFFSET
-                weight[r][slot(i)] = fmaf(value, scales[r].scale[sub_of(j, i)], scales[r].offset[sub_of(j, i)]);
-#else
-                weight[r][slot(i)] = value * scales[r].scale[sub_of(j, i)];
-#endif
+                weight[r][i] = scaled(value, scales[r], j, h, at);
             }
         }
 #pragma unroll
         for (int m = 0; m < M_ROWS; ++m) {
-            const float4 a = *(const float4*)(x + m * X_ROW + x_quad(chunk, j, 0));
-            const float4 b = *(const float4*)(x + m * X_ROW + x_quad(chunk, j, 1));
-            const float values[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+            const float4 four = *(const float4*)(x + m * X_ROW + x_quad(lane.chunk, j, h));
+            const float values[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-            for (int i = 0; i < 8; ++i)
+            for (int i = 0; i < 4; ++i)
 #pragma unroll
                 for (int r = 0; r < ROWS; ++r) sum[r][m] = fmaf(weight[r][i], values[i], sum[r][m]);
         }
@@ -501,14 +476,7 @@ DEVICE void multiply(const Problem& p, const Raw& raw, const u8* tile, const flo
 
 DEVICE void store(const Problem& p, int m, int n, float y) {
     const long long at = (long long)m * p.n + n;
-    if (p.bias) {
-        if (p.bias_is_fp32)
-            y += __ldg((const float*)p.bias + n);
-        else if (X_TYPE == 1)
-            y += bfloat_to_float(__ldg((const u16*)p.bias + n));
-        else
-            y += half_to_float(__ldg((const u16*)p.bias + n));
-    }
+    if (p.bias) y += p.bias_is_fp32 ? __ldg((const float*)p.bias + n) : load_one(p.bias, n);
     if (X_TYPE == 2)
         ((float*)p.out)[at] = y;
     else
@@ -517,7 +485,8 @@ DEVICE void store(const Problem& p, int m, int n, float y) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) codebook_gemv(const __grid_constant__ Problem p) {
     DYNAMIC_SHARED(memory);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, n0 = blockIdx.x * TILE_ROWS;
+    const int index = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const Lane lane = {(int)blockIdx.x * TILE_ROWS, index, index / GROUPS, index % GROUPS};
     u8* begin = (u8*)memory + (-shared_address(memory) & (TABLE_BYTES - 1));
     float* table = (float*)begin;    // [16][32], aligned to its size
     u8* ring = begin + TABLE_BYTES + warp * WARP_BYTES;
@@ -526,50 +495,44 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) codebook_gemv(co
 
 #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s) {
-        copy_tile(p, n0, first + s * step, ring + s * TILE_BYTES, lane);
+        copy_tile(p, lane, first + s * step, ring + s * TILE_BYTES);
         copies_commit();
     }
-    Raw raw;
-    load_raw(p, n0, first + lane / GROUPS * 32, lane % GROUPS, raw);
+    Raw raw, next;
+    load_raw(p, lane, first, raw);
     for (int i = threadIdx.x; i < TABLE_BYTES / 4; i += THREADS) table[i] = p.codebook[i / 32];
-    const u32 lane_table = shared_address(table + lane);
+    const u32 lane_table = shared_address(table + index);
     __syncthreads();
 
     float sum[ROWS][M_ROWS] = {};
-    int reading = 0;    // slots of the ring
-    int writing = STAGES - 1;
+    int reading = 0, writing = STAGES - 1;    // slots of the ring
     for (int k0 = first; k0 < p.k; k0 += step) {
         __syncwarp();    // all lanes have read the slot and the x that are written now
-        copy_tile(p, n0, k0 + (STAGES - 1) * step, ring + writing * TILE_BYTES, lane);
+        copy_tile(p, lane, k0 + (STAGES - 1) * step, ring + writing * TILE_BYTES);
         copies_commit();
-        stage_x(p, k0, x, lane);
+        stage_x(p, lane, k0, x);
         copies_wait<STAGES - 1>();
         __syncwarp();
-        Raw next;
-        load_raw(p, n0, k0 + step + lane / GROUPS * 32, lane % GROUPS, next);
-        multiply(p, raw, ring + reading * TILE_BYTES, x, lane_table, n0, k0, lane, sum);
+        load_raw(p, lane, k0 + step, next);
+        multiply(p, lane, k0, ring + reading * TILE_BYTES, raw, x, lane_table, sum);
         raw = next;
         reading = reading + 1 == STAGES ? 0 : reading + 1;
         writing = writing + 1 == STAGES ? 0 : writing + 1;
     }
 
+    __syncthreads();                                 // all warps are done with the tiles that their sums replace
+    float* sums = table + TABLE_BYTES / 4;           // [warp][m][row]
 #pragma unroll
     for (int r = 0; r < ROWS; ++r)
 #pragma unroll
-        for (int m = 0; m < M_ROWS; ++m)
+        for (int m = 0; m < M_ROWS; ++m) {
 #pragma unroll
             for (int other = GROUPS; other < 32; other *= 2) sum[r][m] += __shfl_xor_sync(0xFFFFFFFFu, sum[r][m], other);
-    __syncthreads();    // all warps are done with the tiles that their sums replace
-    float* sums = table + TABLE_BYTES / 4;    // [warp][m][row]
-    if (lane < GROUPS) {
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r)
-#pragma unroll
-            for (int m = 0; m < M_ROWS; ++m) sums[(warp * M_ROWS + m) * TILE_ROWS + row_in_tile(lane, r)] = sum[r][m];
-    }
+            if (lane.chunk == 0) sums[(warp * M_ROWS + m) * TILE_ROWS + row_in_tile(lane.group, r)] = sum[r][m];
+        }
     __syncthreads();
     for (int i = threadIdx.x; i < M_ROWS * TILE_ROWS; i += THREADS) {
-        const int m = i / TILE_ROWS, n = n0 + i % TILE_ROWS;
+        const int m = i / TILE_ROWS, n = lane.n0 + i % TILE_ROWS;
         if (m >= p.m || n >= p.n) continue;
         float y = 0;
         for (int w = 0; w < WARPS; ++w) y += sums[w * M_ROWS * TILE_ROWS + i];
