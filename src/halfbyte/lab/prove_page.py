@@ -83,12 +83,13 @@ def _worst(document: dict[str, Any], console: Console) -> None:
     names = [name for name in document["peers"] if any(name in layer["peers"] for layer in layers)]
     rows = []
     for layer in layers:
+        one_hot = "read back" if layer["one_hot_ok"] else "NOT read back"
         swap = {True: "seen", False: "NOT seen", None: "no change"}[layer["swap_detected"]]
         theirs = [f"{_over(layer['peers'][name]):.3f}" if name in layer["peers"] else "" for name in names]
         shape = " × ".join(map(str, layer["shape"]))
-        one_hot = "yes" if layer["one_hot_ok"] else "NO"
-        rows.append([layer["name"], layer["format"], shape, f"{_over(layer['halfbyte']):.4f}", *theirs, one_hot, swap])
-    columns = ["layer", "format", "N × K", "halfbyte", *names, "one-hot", "swapped nibbles"]
+        ours = f"{_over(layer['halfbyte']):.4f}"
+        rows.append([layer["name"], f"{shape}  {layer['format']}", ours, *theirs, f"{one_hot}, {swap}"])
+    columns = ["layer", "N × K", "halfbyte", *names, "one-hot, swap"]
     _table(console, f"halfbyte's {len(rows)} worst layers: error / rounding limit", columns, rows)
 
 
