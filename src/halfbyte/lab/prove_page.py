@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.table import Table
 
 WORST = 5  # layers listed by name
-MAX_NAME = 60
 
 
 def show(document: dict[str, Any], console: Console) -> None:
@@ -42,7 +41,6 @@ def _table(console: Console, title: str, columns: list[str], rows: list[list[str
     """The first column to the left, numbers to the right."""
     table = Table(*columns, title=title, title_justify="left")
     table.columns[0].overflow = "fold"
-    table.columns[0].min_width = min(MAX_NAME, max(len(row[0]) for row in rows))  # the other columns' heads can wrap
     for column in table.columns[1:]:
         column.justify = "right"
     for row in rows:
@@ -89,7 +87,8 @@ def _worst(document: dict[str, Any], console: Console) -> None:
         shape = " × ".join(map(str, layer["shape"]))
         ours = f"{_over(layer['halfbyte']):.4f}"
         rows.append([layer["name"], f"{shape}  {layer['format']}", ours, *theirs, f"{one_hot}, {swap}"])
-    columns = ["layer", "N × K", "halfbyte", *names, "one-hot, swap"]
+    heads = [name.replace(" ", "\n") for name in names]  # narrow, so that the layers' names have room
+    columns = ["layer", "N × K", "halfbyte", *heads, "one-hot, swap"]
     _table(console, f"halfbyte's {len(rows)} worst layers: error / rounding limit", columns, rows)
 
 
