@@ -9,8 +9,10 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+import halfbyte
 from halfbyte import reference
 from halfbyte.cli import app
 from halfbyte.formats import PackedWeight, get_format
@@ -19,7 +21,7 @@ from halfbyte.kernels.cpu import library
 
 bnb = pytest.importorskip("bitsandbytes")
 transformers = pytest.importorskip("transformers")
-from bitsandbytes_samples import in_float64, load_4bit, tiny_llama  # noqa: E402
+from bitsandbytes_samples import TINY_LAYERS, in_float64, load_4bit, tiny_llama  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(library() is None, reason="no library of CPU kernels here"),
@@ -167,6 +169,87 @@ def test_transformers_generates(checkpoint):
     assert out.shape == (1, 9)
     assert switch.status().fallbacks == {}
     assert switch.status().served == {"gemm_4bit": {"cpu_linear": {"2-8": 14, "1": 4 * 14}}}
+
+
+PROMPT = torch.tensor([[1, 2, 3, 4]])
+GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+
+
+def without_repacking(model):
+    """bitsandbytes cannot compile its repacking, and raises where K is no multiple of the block."""
+    for module in model.modules():
+        if hasattr(module, switch.GATE):
+            setattr(module, switch.GATE, False)
+    return model
+
+
+@pytest.mark.parametrize("optimized", [False, True], ids=["switch", "optimize"])
+def test_static_cache_and_compile(checkpoint, optimized):
+    """Compiled before halfbyte comes, and then after: every step of the compiled code is served.
+
+    The model's forward is compiled by hand, since transformers compiles no quantised model of bitsandbytes by itself.
+    """
+    torch.compiler.reset()
+    model = without_repacking(load_4bit(checkpoint))
+    plain = model.forward
+    options = {"cache_implementation": "static", **GREEDY}
+    model.forward = torch.compile(plain, backend="aot_eager")
+    model.generate(PROMPT, **options)
+    assert switch.status().hits == 0
+    with switch.enabled():
+        model.forward, compiled_forward = plain, model.forward
+        eager = model.generate(PROMPT, **GREEDY)
+        model.forward = compiled_forward
+        if optimized:
+            halfbyte.optimize(model)
+        switch.reset_counters()
+        compiled = model.generate(PROMPT, **options)
+    assert torch.equal(compiled, eager)
+    assert switch.status().fallbacks == {}
+    operator = "linear" if optimized else "gemm_4bit"
+    assert switch.status().served == {operator: {"cpu_linear": {"2-8": TINY_LAYERS, "1": 4 * TINY_LAYERS}}}
+
+
+def test_continuous_batching(checkpoint):
+    """generate_batch makes the tokens that generate makes, in a thread of its own."""
+    prompts = [[1, 2, 3], [4, 5, 6, 7, 8]]
+    model = load_4bit(checkpoint)
+    model.generation_config.eos_token_id = None
+    settings = transformers.ContinuousBatchingConfig(num_blocks=16, page_size=32, max_batch_tokens=64)
+    greedy = transformers.GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    with switch.enabled():
+        alone = [model.generate(torch.tensor([each]), **GREEDY)[0, len(each) :].tolist() for each in prompts]
+        switch.reset_counters()
+        results = model.generate_batch(
+            prompts, generation_config=greedy, continuous_batching_config=settings, warmup=False
+        )
+    assert [results[key].generated_tokens for key in sorted(results)] == alone
+    assert switch.status().fallbacks == {}
+    assert switch.status().hits >= 5 * TINY_LAYERS
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_prequantised_checkpoints_and_device_map_auto(checkpoint, nested, tmp_path):
+    """Written by bitsandbytes, loaded before and after the switch; an optimised model is saved as by bitsandbytes."""
+    source = load_4bit(checkpoint, nested)
+    source.save_pretrained(tmp_path / "theirs")
+    saved = load_file(tmp_path / "theirs" / "model.safetensors")
+    before = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", device_map="auto")
+    with switch.enabled():
+        after = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", device_map="auto")
+        tokens = [model.generate(PROMPT, **GREEDY) for model in (before, after)]
+        assert halfbyte.optimize(after) == halfbyte.optimize(source) == TINY_LAYERS
+        tokens.append(after.generate(PROMPT, **GREEDY))
+    assert all(torch.equal(each, tokens[0]) for each in tokens)
+    assert switch.status().fallbacks == {}
+    assert switch.status().hits == 3 * 5 * TINY_LAYERS
+    source.save_pretrained(tmp_path / "ours")  # transformers cannot save one that it loaded prequantised
+    again = load_file(tmp_path / "ours" / "model.safetensors")
+    assert again.keys() == saved.keys()
+    assert all(torch.equal(again[key], saved[key]) for key in saved)
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("ours", "theirs")]
+    assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
+    assert halfbyte.restore(after) == TINY_LAYERS
 
 
 def test_qlora_training_step(checkpoint):
