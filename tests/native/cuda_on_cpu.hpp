@@ -117,6 +117,7 @@ inline std::uint16_t float_to_half(float value) {    // to nearest, ties to even
     const unsigned sign = __float_as_uint(value) >> 16 & 0x8000;
     const float magnitude = std::fabs(value);
     if (std::isnan(value)) return 0x7FFF;
+    if (magnitude == 0) return static_cast<std::uint16_t>(sign);
     if (magnitude >= 65520.f) return static_cast<std::uint16_t>(sign | 0x7C00);
     int exponent;
     std::frexp(magnitude, &exponent);    // magnitude is in [2^(exponent - 1), 2^exponent)
