@@ -28,12 +28,12 @@ ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100")  # it compiles f
 SEEN_RIGHT = ("sm_90a",)  # its answers were checked on; elsewhere the fallback serves until they are
 BULK_COPY = ("sm_90a", "sm_100")  # bulk tensor copies
 CLUSTERS = ("sm_90a", "sm_100")
-PASS_WEIGHTS, CLUSTER_WEIGHTS = 6000, 6000  # what the end of a pass costs, in weights that could be read meanwhile
+CLUSTER_WEIGHTS = 40000  # what a cluster's meeting costs, in weights that could be read meanwhile
 MAX_M = 64
-CHUNK_BYTES = 128 << 10  # shared memory from which 16 rows of x fit a launch; more rows are taken in turn
 X_TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
-SHARED_LIMIT = {"sm_80": 163 << 10, "sm_86": 99 << 10, "sm_89": 99 << 10}  # of a block; else 227 KiB
-UNIT, TEAM, WARPS, TABLE_BYTES = 64, 4, 16, 65536  # as in the kernel
+SHARED_LIMIT = {"sm_80": 164 << 10, "sm_86": 100 << 10, "sm_89": 100 << 10}  # of a multiprocessor; else 228 KiB
+RESERVED = 1024  # of it, for each block
+UNIT, TEAM, TEAMS, WARPS = 64, 4, 4, 16  # as in the kernel
 BOUND_LAYERS = 4096
 
 
@@ -42,6 +42,7 @@ class Config:
     """The kernel's macros; codebook_mma.cu says what each means."""
 
     TILES: int
+    LAST: int
     GROUPS: int
     X_ROWS: int
     STAGES: int
@@ -53,48 +54,48 @@ class Config:
     SCALE_SIDE: int
     HIGH_FIRST: int
     OVERLAP: int
+    RESIDENT: int
 
     @property
     def threads(self) -> int:
-        """Sixteen warps multiply; one copies codes, one x; up to two scale x or decode scales."""
-        scaling = 0 if self.X_TYPE == 0 else 1 if self.SCALE_SIDE else 2
-        decoding = 0 if not self.SCALE_SIDE else 2 if self.X_TYPE == 0 else 1
-        return 32 * (WARPS + 2 + scaling + decoding)
+        """Sixteen warps multiply; one copies, and one or two decode scales where they need it."""
+        sides = 0 if not self.SCALE_SIDE else 2 if self.RESIDENT == 1 else 1
+        return 32 * (WARPS + 1 + sides)
 
     @property
     def rows(self) -> int:
         return 16 * self.TILES
 
     @property
-    def group_blocks(self) -> int:
-        """Scale blocks of a row in a group of stages."""
-        return WARPS * UNIT // self.BLOCK
+    def stage_blocks(self) -> int:
+        """Scale blocks of a row in a stage."""
+        return TEAM * UNIT // self.BLOCK
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block: table, ring, scales, sums, the cluster's sums, nested map, barriers."""
-        x_pitch = 256 * (4 if self.X_TYPE == 2 else 2) + (64 if self.BLOCK == 32 else 16)
-        unscale = 0 if self.X_TYPE == 0 else TEAM * 4
-        ring = self.STAGES * (self.rows * 128 + self.X_ROWS * (x_pitch + unscale))
-        scales = 2 * self.rows * self.group_blocks * 4
-        sums = 8 * 4 * self.TILES * 128 if self.TERMS == 2 else 0
-        peers = (self.SPLIT - 1) * 4 * self.TILES * self.GROUPS * 128
+        """Dynamic shared memory of a block: table, ring, sums, the cluster's sums, x, nested map, barriers."""
+        ring = self.STAGES * self.rows * (128 + 4 * self.stage_blocks)
+        sums = (WARPS if self.X_ROWS == 1 else 4) * self.X_ROWS * (self.rows + 4) * 4
+        peers = (self.SPLIT - 1) * self.GROUPS * self.X_ROWS * self.rows * 4
+        x = WARPS * self.GROUPS * self.X_ROWS * (UNIT * (4 if self.X_TYPE == 2 else 2) + 16)
         nested = 1024 if self.SCALE_KIND == 1 else 0
-        barriers = 16 * (self.STAGES + 3) + 8 * self.STAGES
-        return TABLE_BYTES + ring + scales + sums + peers + nested + barriers
+        return self.TERMS * 32768 + ring + sums + peers + x + nested + 16 * (self.STAGES + 1)
 
 
 @dataclass(frozen=True)
 class Grid:
-    """How a weight is cut: `blocks` blocks; each cluster of SPLIT owns `slab` rows, each block of it `units` of K."""
+    """How a weight is cut: `clusters` of SPLIT blocks share its 16-row tiles; each block takes `units` of K."""
 
-    blocks: int
-    slab: int
+    clusters: int
     units: int
 
 
 class _TensorMap(ctypes.Structure):
     _fields_ = (("opaque", ctypes.c_uint64 * 16),)
+
+
+class _Maps(ctypes.Structure):
+    _fields_ = (("codes", _TensorMap * 3), ("scales", _TensorMap * 3))
 
 
 class _Codebook(ctypes.Structure):
@@ -123,7 +124,8 @@ class _Problem(ctypes.Structure):
         ("n", ctypes.c_int),
         ("k", ctypes.c_int),
         ("bias_is_fp32", ctypes.c_int),
-        ("slab", ctypes.c_int),
+        ("tiles", ctypes.c_int),
+        ("larger", ctypes.c_int),
         ("units", ctypes.c_int),
     )
 
@@ -149,8 +151,6 @@ def reason_against(problem: Problem) -> str | None:
         return f"reads fp32, nested and E8M0 scales without offsets; {format.key} has others"
     if format.blocksize < 32 or format.blocksize & (format.blocksize - 1):
         return f"needs a power of two of at least 32 weights a scale, {format.key} has {format.blocksize}"
-    if problem.dtype == torch.float32 and format.blocksize == 32:
-        return "was wrong in fp32 with 32 weights a scale, and its correction has not run on a device yet"
     if problem.k % UNIT:
         return f"needs K in multiples of {UNIT}, got K = {problem.k}"
     try:
@@ -162,13 +162,14 @@ def reason_against(problem: Problem) -> str | None:
 
 def _chunk(arch: str) -> int:
     """Rows of x that one launch takes."""
-    return 8 if SHARED_LIMIT.get(arch, CHUNK_BYTES) < CHUNK_BYTES else 16
+    return 8 if arch in SHARED_LIMIT else 16
 
 
 def predicted_seconds(problem: Problem) -> float:
-    """Bytes at four fifths of an H200's read rate, more for more rows of x, and what a launch costs."""
+    """Bytes at nine tenths of an H200's read rate, more for more rows of x, and what a launch costs."""
     bits = 4 + 32 / problem.format.blocksize
-    return 2.5e-6 + problem.n * problem.k * bits / 8 / 3.6e12 * (1 + max(0, problem.m - 8) / 6)
+    rows = problem.m if problem.m <= 8 else 8 + 4 * (problem.m - 8)
+    return 3e-6 + problem.n * problem.k * bits / 8 / 4.1e12 * (1 + (rows - 1) / 50)
 
 
 def _ceil_div(value: int, by: int) -> int:
@@ -176,24 +177,21 @@ def _ceil_div(value: int, by: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def cut(n: int, k: int, tiles: int, split: int, slots: int) -> tuple[int, Grid]:
-    """(tiles, grid): how `slots` resident blocks share a weight [n, k] in clusters of `split`, evenly.
+def cut(n: int, k: int, most: int, split: int, multiprocessors: int) -> tuple[int, int, Grid]:
+    """(TILES, LAST, grid): how a weight [n, k] is shared by clusters of `split` blocks, one block a multiprocessor.
 
-    tiles: the most 16-row tiles that a pass may hold. A slab takes one pass or more, each of as many tiles.
+    most: the most 16-row tiles that a pass may hold. Slabs differ by a tile at most. The larger take passes of TILES
+    tiles and a last one of LAST; the last of the smaller takes one less.
     """
-    slab_tiles = _ceil_div(n, 16 * (slots // split))  # 16-row tiles that each cluster must take
-
-    def work(used: int) -> float:
-        return _ceil_div(slab_tiles, used) * used * (1 + 0.3 / used)  # x and the ring's barriers cost a warp each time
-
-    used = min(range(1, tiles + 1), key=work)
-    slab = 16 * used * _ceil_div(slab_tiles, used)
+    clusters = multiprocessors // split
+    slab = _ceil_div(_ceil_div(n, 16), clusters)
+    tiles = min(most, slab)
     units = _ceil_div(_ceil_div(k, UNIT), split)
-    return used, Grid(_ceil_div(n, slab) * split, slab, _ceil_div(units, TEAM) * TEAM)
+    return tiles, slab - (_ceil_div(slab, tiles) - 1) * tiles, Grid(clusters, _ceil_div(units, TEAM) * TEAM)
 
 
 @lru_cache(maxsize=4096)
-def best_split(n: int, k: int, arch: str, slots: int) -> int:
+def best_split(n: int, k: int, arch: str, multiprocessors: int) -> int:
     """Blocks of a cluster that share K: what gives the busiest block the least to do.
 
     Does not look at M or at the configuration otherwise, as it decides the order of summation.
@@ -202,12 +200,11 @@ def best_split(n: int, k: int, arch: str, slots: int) -> int:
         return 1
 
     def work(split: int) -> float:
-        used, grid = cut(n, k, 8, split, slots)
-        passes = grid.slab // (16 * used)
-        overhead = PASS_WEIGHTS * passes + (CLUSTER_WEIGHTS if split > 1 else 0)
-        return grid.slab * grid.units * UNIT * (1 + 0.3 / used) + overhead
+        grid = cut(n, k, 8, split, multiprocessors)[2]
+        rows = 16 * _ceil_div(_ceil_div(n, 16), grid.clusters)
+        return rows * grid.units * UNIT + (CLUSTER_WEIGHTS * _ceil_div(rows, 64) if split > 1 else 0)
 
-    return min((1, 2), key=work)
+    return 2 if k > 2 * TEAM * UNIT and work(2) < work(1) else 1
 
 
 def configure(
@@ -225,43 +222,58 @@ def configure(
 
     side: whether the scales cannot be copied as they are (see `copies_scales`).
     """
-    block = min(format.blocksize, UNIT)
-    groups = _ceil_div(m, 8)
     terms = 2 if strict or dtype == torch.float32 else 1
     split = best_split(n, k, arch, multiprocessors)
-    room = SHARED_LIMIT.get(arch, 227 << 10)
-    for limit in range(_most_tiles(arch, m, terms, block), 0, -1):
-        tiles, grid = cut(n, k, limit, split, multiprocessors)
-        config = Config(
-            TILES=tiles,
-            GROUPS=groups,
-            X_ROWS=1 << (m - 1).bit_length() if groups == 1 else 8 * groups,
-            STAGES=4,
-            SPLIT=split,
-            X_TYPE=X_TYPES[dtype],
-            TERMS=terms,
-            BLOCK=block,
-            SCALE_KIND=_known_kind(format),
-            SCALE_SIDE=int(side),
-            HIGH_FIRST=int(_layout(format).high_first),
-            OVERLAP=int(arch in BULK_COPY),
-        )
-        if config.shared_bytes <= room:
-            return with_stages(config, room), grid
-    raise ValueError(f"{STEM}: no configuration fits the {room} bytes of shared memory of {arch}")
+    block = min(format.blocksize, UNIT)
+    slab = _ceil_div(_ceil_div(n, 16), multiprocessors // split)
+    for resident, most in _sizes(arch, m, slab, block, dtype, terms):
+        for limit in range(most, 0, -1):
+            tiles, last, grid = cut(n, k, limit, split, multiprocessors)
+            config = Config(
+                TILES=tiles,
+                LAST=last,
+                GROUPS=_ceil_div(m, 8),
+                X_ROWS=min(8, 1 << (m - 1).bit_length()),
+                STAGES=4,
+                SPLIT=split,
+                X_TYPE=X_TYPES[dtype],
+                TERMS=terms,
+                BLOCK=block,
+                SCALE_KIND=_known_kind(format),
+                SCALE_SIDE=int(side),
+                HIGH_FIRST=int(_layout(format).high_first),
+                OVERLAP=int(arch in BULK_COPY),
+                RESIDENT=resident,
+            )
+            config = with_stages(config, room(arch, resident))
+            if config.shared_bytes <= room(arch, resident) and (config.STAGES > TEAMS or limit == 1):
+                return config, grid
+    raise ValueError(f"{STEM}: no configuration fits the {room(arch, 1)} bytes of shared memory of {arch}")
 
 
-def _most_tiles(arch: str, m: int, terms: int, block: int) -> int:
-    """Tiles beyond which registers spill (read from the SASS), or only one group of stages fits the ring."""
-    most = 3 if m > 8 or terms == 2 else 4 if block == 32 else 7 if m > 4 else 8
-    if arch == "sm_90a":
-        return most
-    return 1 if terms == 2 else min(most - 1, 3 if arch == "sm_100" and m > 2 else 6)
+def room(arch: str, resident: int) -> int:
+    """Bytes of dynamic shared memory of a block, of which `resident` fit a multiprocessor."""
+    return SHARED_LIMIT.get(arch, 228 << 10) // resident - RESERVED
+
+
+def _sizes(arch: str, m: int, slab: int, block: int, dtype: torch.dtype, terms: int) -> list[tuple[int, int]]:
+    """(RESIDENT, most TILES that registers hold), the better first; slab: 16-row tiles of a cluster.
+
+    Half a multiprocessor for small layers, where the next launch's copies hide what a launch costs; its registers hold
+    too few tiles for large ones.
+    """
+    if dtype == torch.float32 or m > 8:
+        return [(1, 2)]
+    if terms == 2:
+        return [(1, 3)]
+    if slab <= 2 and m <= 4:
+        return [(2, slab), (1, slab)]
+    return [(1, (4 if block == 32 and m == 1 else 8) if arch == "sm_90a" else 3)]
 
 
 def with_stages(config: Config, room: int) -> Config:
-    """The configuration with as many stages, 4 to 16 in whole groups, as `room` bytes of shared memory hold."""
-    stages = 16
+    """The configuration with as many stages, 4 to 32 in whole rounds of teams, as fit `room` bytes of shared memory."""
+    stages = 32
     while stages > 4 and replace(config, STAGES=stages).shared_bytes > room:
         stages -= 4
     return replace(config, STAGES=stages)
@@ -331,24 +343,26 @@ class Bound:
         self.config, self.grid = config, grid
         n, k = weight.shape
         self._kernel = nvrtc.load(STEM, arch, asdict(config), device, config.shared_bytes)
-        self._code_map = self._scale_map = _TensorMap()
-        if arch in BULK_COPY:
-            self._code_map = _tensor_map(weight.codes, n, k // 2, config.rows, 128)
-        if not config.SCALE_SIDE:
-            self._scale_map = _tensor_map(
-                weight.parts["absmax"], n, k // config.BLOCK, config.rows, config.group_blocks
-            )
+        self._maps = _Maps()
+        for kind, tiles in enumerate((config.TILES, config.LAST, config.LAST - 1)):
+            if arch in BULK_COPY and tiles:
+                self._maps.codes[kind] = _tensor_map(weight.codes, n, k // 2, 16 * tiles, 128)
+            if not config.SCALE_SIDE and tiles:
+                absmax = weight.parts["absmax"]
+                self._maps.scales[kind] = _tensor_map(absmax, n, k // config.BLOCK, 16 * tiles, config.stage_blocks)
         self._codebook = _codebook(weight.format.codebook, config.TERMS)
         self._scales = _scales(weight)
-        self._problem = _Problem(codes=weight.codes.data_ptr(), n=n, k=k, slab=grid.slab, units=grid.units)
-        fields = (self._code_map, self._scale_map, self._codebook, self._scales, self._problem)
+        tiles, larger = divmod(_ceil_div(n, 16), grid.clusters)
+        self._problem = _Problem(codes=weight.codes.data_ptr(), n=n, k=k, tiles=tiles, larger=larger, units=grid.units)
+        fields = (self._maps, self._codebook, self._scales, self._problem)
         self._pointers = (ctypes.c_void_p * len(fields))(*(ctypes.addressof(field) for field in fields))
         self._address = ctypes.addressof(self._pointers)
         self._plain, self._overlapping = self._launch_config(False), self._launch_config(bool(config.OVERLAP))
 
     def _launch_config(self, overlap: bool) -> Any:
         driver, launch = self._driver, self._driver.CUlaunchConfig()
-        launch.gridDimX, launch.gridDimY, launch.gridDimZ = self.grid.blocks, 1, 1
+        blocks = self.grid.clusters * self.config.SPLIT
+        launch.gridDimX, launch.gridDimY, launch.gridDimZ = blocks, 1, 1
         launch.blockDimX, launch.blockDimY, launch.blockDimZ = self.config.threads, 1, 1
         launch.sharedMemBytes = self.config.shared_bytes
         if overlap:
@@ -428,7 +442,8 @@ def bind(weight: PackedWeight, dtype: torch.dtype, m: int, strict: bool = False)
     return Bound(weight, config, grid, arch, device)
 
 
-# By the address of its codes: a weight, its parts' versions at the last launch, and the streams of such launches.
+# By the address of a weight's codes: the tensor that owns them, the parts' versions at the last launch, and the streams
+# of such launches.
 _Seen = tuple["weakref.ref[Tensor]", tuple[int, ...], set[int]]
 _launched: OrderedDict[int, _Seen] = OrderedDict()
 
@@ -440,18 +455,19 @@ def _settled(weight: PackedWeight) -> bool:
     stream will do: a kernel of the graph that writes the weight would have changed its version while captured.
     """
     codes = weight.codes
+    owner = codes if codes._base is None else codes._base  # callers may make a new view for each call
     try:
         versions = tuple(part._version for part in weight.parts.values())
     except RuntimeError:  # inference tensors keep no version
         return False
     stream = torch._C._cuda_getCurrentRawStream(codes.device.index)
     seen = _launched.get(codes.data_ptr())
-    if seen is not None and seen[0]() is codes and seen[1] == versions:
+    if seen is not None and seen[0]() is owner and seen[1] == versions:
         if stream in seen[2] or torch.cuda.is_current_stream_capturing():
             return True
         seen[2].add(stream)
         return False
-    _launched[codes.data_ptr()] = (weakref.ref(codes), versions, {stream})
+    _launched[codes.data_ptr()] = (weakref.ref(owner), versions, {stream})
     while len(_launched) > 4 * BOUND_LAYERS:
         _launched.popitem(last=False)
     return False
@@ -493,7 +509,8 @@ def _scales(weight: PackedWeight) -> _Scales:
     kind = _known_kind(format)
     values = parts["scales" if kind == 2 else "absmax"]
     block = min(format.blocksize, UNIT)
-    aligned = format.blocksize == block and weight.shape[1] % (4 * block) == 0 and values.data_ptr() % 4 == 0
+    whole_stages = weight.shape[1] % (TEAM * UNIT) == 0
+    aligned = whole_stages and (kind == 0 or (format.blocksize == block and values.data_ptr() % 4 == 0))
     result = _Scales(values=values.data_ptr(), shift=(format.blocksize // block).bit_length() - 1, aligned=aligned)
     if kind == 1:
         result.outer = parts["nested_absmax"].data_ptr()
@@ -503,12 +520,16 @@ def _scales(weight: PackedWeight) -> _Scales:
 
 
 def _tensor_map(matrix: Tensor, rows: int, columns: int, box_rows: int, box_columns: int) -> _TensorMap:
-    """A map for bulk copies of boxes, 64 or 128 bytes wide, out of a uint8 or fp32 matrix; chunks swizzled by row."""
+    """A map for bulk copies of boxes 16, 32 or 128 bytes wide from a uint8 or fp32 matrix; chunks swizzled by row."""
     from cuda.bindings import driver
 
     types, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
     size = matrix.element_size()
-    swizzle = {64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B, 128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B}[box_columns * size]
+    swizzle = {
+        16: swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
+        32: swizzles.CU_TENSOR_MAP_SWIZZLE_32B,
+        128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
+    }[box_columns * size]
     result = nvrtc.check(
         driver.cuTensorMapEncodeTiled(
             types.CU_TENSOR_MAP_DATA_TYPE_UINT8 if size == 1 else types.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,

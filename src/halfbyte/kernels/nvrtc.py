@@ -20,6 +20,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 SOURCES = Path(__file__).parent / "cuda"
 MAGIC = b"halfbyte cubin 1\n"
 DIGEST_BYTES = 32
@@ -70,14 +72,20 @@ def load(
 ) -> Any:
     """The kernel `stem` (an extern "C" function), ready to be launched on CUDA device `device`: a CUkernel.
 
-    shared_bytes: dynamic shared memory it will be given. Loading is not allowed inside graph capture, compiling takes
-    a tenth of a second: call this before.
+    shared_bytes: dynamic shared memory it will be given.
+
+    Raises RuntimeError inside graph capture where the kernel is not loaded yet, as loading is not allowed there.
     """
     key = (_key(source or _source(stem), arch, macros), device)
     with _lock:
         kernel = _kernels.get(key)
     if kernel is not None:
         return kernel
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{stem} is not loaded yet and cannot be inside CUDA graph capture: call halfbyte.prepare(model), or run "
+            "the layer once with this M, before capturing"
+        )
     from cuda.bindings import driver
 
     cubin = compile(stem, arch, macros, source)
