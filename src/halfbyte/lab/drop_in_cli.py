@@ -1,8 +1,9 @@
-"""The command `halfbyte bench generate`."""
+"""The commands about bitsandbytes: `halfbyte bench generate` and `halfbyte verify-bitsandbytes`."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -58,3 +59,32 @@ def bench_generate_command(
     table.title = f"{first['model']} shapes, {first['layers']} layers, {first['format']}, {dtype}, on {first['device']}"
     table.title_justify = "left"
     console.print(table)
+
+
+def verify_bitsandbytes_command(
+    checkout: Annotated[Path, typer.Argument(help="A checkout of bitsandbytes' source, of the installed version.")],
+    keyword: Annotated[str, typer.Option(help="Which tests: pytest's -k.")] = "4bit",
+    as_json: JsonOption = False,
+) -> None:
+    """bitsandbytes' own 4-bit tests with halfbyte off and on, side by side. Exit status 1 if halfbyte breaks one."""
+    from .bitsandbytes_tests import compare
+
+    with notices.status("starting") as line:
+        result = compare(checkout, keyword, line.update)
+    if as_json:
+        print(json.dumps(asdict(result) | {"different": result.different, "ok": result.ok}))
+    else:
+        table = Table("tests", "outcome", "without halfbyte", "with halfbyte")
+        for name, (without, with_halfbyte) in sorted(result.by_file().items()):
+            for outcome in sorted(without.keys() | with_halfbyte.keys()):
+                table.add_row(name, outcome, f"{without[outcome]:,}", f"{with_halfbyte[outcome]:,}")
+        table.title = f"tests of bitsandbytes {result.checkout_version}, run on {result.installed_version}"
+        table.title_justify = "left"
+        console.print(table)
+        for name, (before, after) in result.different.items():
+            console.print(f"  {before} -> {after}: {name}", highlight=False, soft_wrap=True)
+        passed_on = sum(count for reasons in result.fallbacks.values() for count in reasons.values())
+        verdict = "halfbyte breaks none" if result.ok else "[red]NOT ok[/red]"
+        console.print(f"{verdict}; {result.hits:,} calls served, {passed_on:,} passed on", highlight=False)
+    if not result.ok:
+        raise SystemExit(1)
