@@ -268,8 +268,8 @@ def fit(config: Config, m: int, arch: str) -> Config:
         pressed = rows == 8 and arch in HOISTING
         if rows >= 2 * m or (pressed and config.WARPS > 8):
             continue
-        alone = config.WARPS > 8 or config.heavy or pressed or (rows == 8 and config.EDGES)
-        resident = 1 if alone else 3 if rows < 4 else 2
+        alone = config.WARPS > 8 or config.heavy or config.EDGES or pressed
+        resident = 1 if alone else 3 if rows == 1 else 2
         for stages in (1,) if arch in NO_ASYNC_COPIES else (3, 2):
             candidate = replace(config, M_ROWS=rows, STAGES=stages, RESIDENT=resident)
             if candidate.shared_bytes <= SHARED_LIMIT[arch]:
