@@ -17,7 +17,7 @@ from .checkpoints import open_checkpoint
 from .lab.bench_cli import bench_nf4_16_command, bench_overhead_command
 from .lab.capacity_cli import plan_command
 from .lab.cli import lab_app
-from .lab.drop_in_cli import bench_generate_command
+from .lab.drop_in_cli import bench_generate_command, verify_bitsandbytes_command
 from .lab.prove_cli import prove_command
 from .terminal import (
     DEFAULT_DEVICE,
@@ -273,6 +273,7 @@ def bench_linear_command(
 bench_app.command("nf4-16")(bench_nf4_16_command)
 bench_app.command("overhead")(bench_overhead_command)
 bench_app.command("generate")(bench_generate_command)
+app.command("verify-bitsandbytes")(verify_bitsandbytes_command)
 
 
 def parse_shapes(text: str) -> list[tuple[int, int]]:
