@@ -125,7 +125,7 @@ def test_large_layers(key: str) -> None:
 def test_single_weights(key: str) -> None:
     n, k = shapes(key)[0]
     weight = random_weight(key, n, k, seeded(4)).to("cuda")
-    columns = random.Random(key).sample(range(k), 24)
+    columns = random.Random(key).sample(range(k), min(24, k))
     for dtype in (FP16, FP32):
         probe = reference.one_hot_probe(lambda x: apply(x, weight), weight, dtype, columns)
         assert probe.within_contract(dtype), f"{dtype}: {probe}"

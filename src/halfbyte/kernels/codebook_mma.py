@@ -308,16 +308,17 @@ def _layout(format: BlockFormat) -> RecordLayout:
 def table_factor(codebook: tuple[float, ...]) -> float:
     """The constant by which a codebook is multiplied before it is rounded to fp16, chosen so that it rounds well.
 
-    1 where all entries are exact already; else the best of 4096 factors between 1 and 2 of the largest entry (a power
-    of two more changes nothing). Its inverse goes into the fp32 scales.
+    1 where all entries are exact already; else the one of 65536 factors between 1 and 2 of the largest entry whose
+    largest relative error of an entry is least (a power of two more changes nothing): relative, as which entries a
+    weight uses depends on its blocksize. Its inverse goes into the fp32 scales.
     """
     values = torch.tensor(codebook, dtype=torch.float64)
     if bool((values.half().double() == values).all()):
         return 1.0
-    factors = torch.linspace(1, 2, 4097, dtype=torch.float64)[:-1] / values.abs().max()
+    factors = torch.linspace(1, 2, 65537, dtype=torch.float64)[:-1] / values.abs().max()
     factors = factors.float().double().unsqueeze(1)
     scaled = values * factors
-    errors = ((scaled.half().double() - scaled) / factors).square().sum(1)
+    errors = ((scaled.half().double() - scaled) / scaled).nan_to_num(0).abs().amax(1)
     return float(factors[errors.argmin(), 0])
 
 
