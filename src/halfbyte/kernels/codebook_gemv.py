@@ -46,7 +46,7 @@ SHARED_LIMIT = {
 }
 ARCHITECTURES = tuple(SHARED_LIMIT)
 NO_ASYNC_COPIES = ("sm_75",)
-HOISTING = ("sm_100", "sm_120")  # compiled for them, eight rows of x do not fit 128 registers
+HOISTING = ("sm_100", "sm_120")  # the compiler moves more loads ahead there, and spills for want of registers
 MAX_M, MAX_ROWS = 64, 8  # of x in a call; in a launch
 MAX_SIZE = 1 << 30  # of N and of K
 SMALL_GRID = 264  # blocks below which sixteen warps share K: two for each of an H200's 132 multiprocessors
@@ -265,10 +265,9 @@ def configure(weight: PackedWeight, dtype: torch.dtype, m: int, arch: str) -> Co
 def fit(config: Config, m: int, arch: str) -> Config:
     """`config` with as many rows of x in a launch, up to m, as registers and shared memory hold, and with its ring."""
     for rows in (8, 4, 2, 1):
-        pressed = rows == 8 and arch in HOISTING
-        if rows >= 2 * m or (pressed and config.WARPS > 8):
+        if rows >= 2 * m or (rows == 8 and config.WARPS > 8 and arch in HOISTING):
             continue
-        alone = config.WARPS > 8 or config.heavy or config.EDGES or pressed
+        alone = config.WARPS > 8 or config.heavy or config.EDGES or (rows > 1 and arch in HOISTING)
         resident = 1 if alone else 3 if rows == 1 else 2
         for stages in (1,) if arch in NO_ASYNC_COPIES else (3, 2):
             candidate = replace(config, M_ROWS=rows, STAGES=stages, RESIDENT=resident)
