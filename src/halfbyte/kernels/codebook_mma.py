@@ -1,15 +1,14 @@
 """Launcher of cuda/codebook_mma.cu: up to 64 rows of x times a 4-bit codebook weight, from the checkpoint's layout.
 
-A call costs two dictionary look-ups and one launch: what depends on the weight (tensor maps, scale pointers, grid) is
-bound once and kept, keyed by addresses and shapes alone. Nothing is allocated on the device, so calls on any number of
-streams, in graphs or outside, share nothing but the weight.
+A call costs a few comparisons, a dictionary look-up and one launch: what depends on the weight (tensor maps, scale
+pointers, grid) is bound once and kept with it for as long as its addresses stay. Nothing is allocated on the device, so
+calls on any number of streams, in graphs or outside, share nothing but the weight.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
-import weakref
 from collections import OrderedDict
 from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache
@@ -27,14 +26,15 @@ STEM = "codebook_mma"
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100")  # it compiles for
 SEEN_RIGHT = ("sm_90a",)  # its answers were checked on; elsewhere the fallback serves until they are
 BULK_COPY = ("sm_90a", "sm_100")  # bulk tensor copies
+BOUND_LAYERS = 4096
 CLUSTERS = ("sm_90a", "sm_100")
 CLUSTER_WEIGHTS = 40000  # what a cluster's meeting costs, in weights that could be read meanwhile
 MAX_M = 64
+FEW_ROWS = 2048  # of W: below, fp16 outputs are so few that chance could carry the table's rounding beyond the contract
 X_TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 SHARED_LIMIT = {"sm_80": 164 << 10, "sm_86": 100 << 10, "sm_89": 100 << 10}  # of a multiprocessor; else 228 KiB
 RESERVED = 1024  # of it, for each block
 UNIT, TEAM, TEAMS, WARPS = 64, 4, 4, 16  # as in the kernel
-BOUND_LAYERS = 4096
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,8 @@ def configure(
 
     side: whether the scales cannot be copied as they are (see `copies_scales`).
     """
-    terms = 2 if strict or dtype == torch.float32 else 1
+    finer = strict or dtype == torch.float32 or (dtype == torch.float16 and n < FEW_ROWS and _rounds(format.codebook))
+    terms = 2 if finer else 1
     split = best_split(n, k, arch, multiprocessors)
     block = min(format.blocksize, UNIT)
     slab = _ceil_div(_ceil_div(n, 16), multiprocessors // split)
@@ -323,6 +324,13 @@ def table_factor(codebook: tuple[float, ...]) -> float:
 
 
 @cache
+def _rounds(codebook: tuple[float, ...]) -> bool:
+    """Whether the scaled table in fp16 is off by more than fp32's own rounding."""
+    scaled = torch.tensor(codebook, dtype=torch.float64) * table_factor(codebook)
+    return bool(((scaled.half().double() - scaled).abs() > scaled.abs() * 2**-22).any())
+
+
+@cache
 def _codebook(codebook: tuple[float, ...], terms: int) -> _Codebook:
     """The table as the kernel takes it: fp16 bits, and with two terms what they miss, 2^11 times larger."""
     factor = 1.0 if terms == 2 else table_factor(codebook)
@@ -374,13 +382,13 @@ class Bound:
             launch.numAttrs = 1
         return launch
 
-    def launch(self, x: Tensor, bias: Tensor | None, out: Tensor, overlap: bool = False) -> None:
+    def launch(self, x: Tensor, bias: Tensor | None, out: Tensor, stream: int, overlap: bool = False) -> None:
         """x [m, k] with 16-byte aligned rows, bias [n] of x's dtype or fp32, contiguous out [m, n]; on x's device.
 
-        overlap: the weight was not written by the kernel before this one, so it may be read while that one ends.
+        stream: the raw stream to launch on. overlap: the weight was not written by the kernel before this one, so it
+        may be read while that one ends.
         """
         problem, launch = self._problem, self._overlapping if overlap else self._plain
-        stream = torch._C._cuda_getCurrentRawStream(x.device.index)
         with self._lock:  # the driver copies the parameters before it returns
             problem.x, problem.out, problem.m, problem.x_stride = x.data_ptr(), out.data_ptr(), x.shape[0], x.stride(0)
             problem.bias = None if bias is None else bias.data_ptr()
@@ -389,39 +397,6 @@ class Bound:
             (error,) = self._driver.cuLaunchKernelEx(launch, self._kernel, self._address, 0)
         if error:
             raise RuntimeError(f"{STEM}: launch failed with {error.name} for {self.config}")
-
-
-class _Cache:
-    """Bound layers by what they are made of: addresses, shapes, dtype, class of M. The least used go first."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._bound: OrderedDict[tuple[Any, ...], Bound] = OrderedDict()
-
-    def get(self, weight: PackedWeight, dtype: torch.dtype, m: int, strict: bool) -> Bound:
-        key = (
-            weight.format.key,
-            weight.shape,
-            tuple(part.data_ptr() for part in weight.parts.values()),
-            weight.device.index,
-            dtype,
-            (m - 1).bit_length(),
-            strict,
-        )
-        with self._lock:
-            bound = self._bound.get(key)
-            if bound is not None:
-                self._bound.move_to_end(key)
-                return bound
-        bound = bind(weight, dtype, m, strict)
-        with self._lock:
-            self._bound[key] = bound
-            while len(self._bound) > BOUND_LAYERS:
-                self._bound.popitem(last=False)
-        return bound
-
-
-_cache = _Cache()
 
 
 @cache
@@ -443,53 +418,102 @@ def bind(weight: PackedWeight, dtype: torch.dtype, m: int, strict: bool = False)
     return Bound(weight, config, grid, arch, device)
 
 
-# By the address of a weight's codes: the tensor that owns them, the parts' versions at the last launch, and the streams
-# of such launches.
-_Seen = tuple["weakref.ref[Tensor]", tuple[int, ...], set[int]]
-_launched: OrderedDict[int, _Seen] = OrderedDict()
+class _Cache:
+    """Bound layers by what they are made of, for weights that are made anew for each call. The least used go first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bound: OrderedDict[tuple[Any, ...], Bound] = OrderedDict()
+
+    def get(self, weight: PackedWeight, addresses: list[int], dtype: torch.dtype, m: int, strict: bool) -> Bound:
+        key = (weight.format.key, weight.shape, *addresses, weight.device.index, dtype, (m - 1).bit_length(), strict)
+        with self._lock:
+            bound = self._bound.get(key)
+            if bound is not None:
+                self._bound.move_to_end(key)
+                return bound
+        bound = bind(weight, dtype, m, strict)
+        with self._lock:
+            self._bound[key] = bound
+            while len(self._bound) > BOUND_LAYERS:
+                self._bound.popitem(last=False)
+        return bound
 
 
-def _settled(weight: PackedWeight) -> bool:
-    """Whether no kernel right before this launch can be writing the weight, so that it may be read while that one ends.
+_cache = _Cache()
 
-    So it is if the weight has not changed since a launch on the same stream. Inside graph capture a launch on any
-    stream will do: a kernel of the graph that writes the weight would have changed its version while captured.
-    """
-    codes = weight.codes
-    owner = codes if codes._base is None else codes._base  # callers may make a new view for each call
-    try:
-        versions = tuple(part._version for part in weight.parts.values())
-    except RuntimeError:  # inference tensors keep no version
+
+class _Launcher:
+    """What is known of one weight, kept with it: its kernels, and whether its bytes have stayed as they were."""
+
+    def __init__(self, weight: PackedWeight) -> None:
+        self.parts = tuple(weight.parts.values())
+        self.addresses = [part.data_ptr() for part in self.parts]
+        self.index = weight.device.index
+        self.chunk = _chunk(_device(self.index)[0])
+        self.aligned = weight.codes.data_ptr() % 16 == 0 and all(
+            address % part.element_size() == 0 for part, address in zip(self.parts, self.addresses, strict=True)
+        )
+        self._bound: dict[tuple[torch.dtype, int, bool], Bound] = {}
+        self._versions: list[int] | None = None
+        self._streams: set[int] = set()
+
+    @classmethod
+    def of(cls, weight: PackedWeight) -> _Launcher:
+        """The weight's launcher; a new one where its tensors have been given other memory."""
+        known: _Launcher | None = weight.__dict__.get(STEM)
+        if known is None or [part.data_ptr() for part in known.parts] != known.addresses:
+            known = cls(weight)
+            weight.__dict__[STEM] = known
+        return known
+
+    def bound(self, weight: PackedWeight, dtype: torch.dtype, m: int, strict: bool) -> Bound:
+        """The kernel for m rows of x, at most `chunk`; compiled and loaded the first time."""
+        key = (dtype, (m - 1).bit_length(), strict)
+        found = self._bound.get(key)
+        if found is None:
+            found = self._bound[key] = _cache.get(weight, self.addresses, dtype, m, strict)
+        return found
+
+    def settled(self, stream: int) -> bool:
+        """Whether no kernel right before this launch can be writing the weight, so that it may be read meanwhile.
+
+        So it is if the weight has not changed since a launch on the same stream. Inside graph capture a launch on any
+        stream will do: a kernel of the graph that writes the weight would have changed its version while captured.
+        (Writing through `.data` changes no version: whoever does so right before a launch waits for it first.)
+        """
+        try:
+            versions = [part._version for part in self.parts]
+        except RuntimeError:  # inference tensors keep no version
+            return False
+        if versions == self._versions:
+            if stream in self._streams or torch.cuda.is_current_stream_capturing():
+                return True
+            self._streams.add(stream)
+            return False
+        self._versions, self._streams = versions, {stream}
         return False
-    stream = torch._C._cuda_getCurrentRawStream(codes.device.index)
-    seen = _launched.get(codes.data_ptr())
-    if seen is not None and seen[0]() is owner and seen[1] == versions:
-        if stream in seen[2] or torch.cuda.is_current_stream_capturing():
-            return True
-        seen[2].add(stream)
-        return False
-    _launched[codes.data_ptr()] = (weakref.ref(owner), versions, {stream})
-    while len(_launched) > 4 * BOUND_LAYERS:
-        _launched.popitem(last=False)
-    return False
 
 
 def run(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, strict: bool = False) -> None:
     """See registry.Run. Weights at odd addresses (views that are not 16-byte aligned) go to the fallback."""
-    if weight.codes.data_ptr() % 16 or any(part.data_ptr() % part.element_size() for part in weight.parts.values()):
+    launcher = _Launcher.of(weight)
+    if not launcher.aligned:
         fallback.run(x, weight, bias, out)
         return
-    if x.data_ptr() % 16 or x.stride(0) * x.element_size() % 16 or x.stride(1) != 1:
+    m = x.shape[0]
+    row = x.stride(0) * x.element_size() if m > 1 else 0
+    if (x.data_ptr() | row) & 15 or x.stride(1) != 1:
         x = x.clone(memory_format=torch.contiguous_format)
-    overlap = _settled(weight)
-    chunk = _chunk(_device(weight.device.index)[0])
-    if x.shape[0] <= chunk:
-        _cache.get(weight, x.dtype, x.shape[0], strict).launch(x, bias, out, overlap)
+    stream = torch._C._cuda_getCurrentRawStream(launcher.index)
+    overlap = launcher.settled(stream)
+    if m <= launcher.chunk:
+        launcher.bound(weight, x.dtype, m, strict).launch(x, bias, out, stream, overlap)
         return
-    for first in range(0, x.shape[0], chunk):
-        rows = slice(first, min(x.shape[0], first + chunk))
-        bound = _cache.get(weight, x.dtype, rows.stop - rows.start, strict)
-        bound.launch(x[rows], bias, out[rows], overlap or first > 0)
+    for first in range(0, m, launcher.chunk):
+        rows = slice(first, min(m, first + launcher.chunk))
+        bound = launcher.bound(weight, x.dtype, rows.stop - rows.start, strict)
+        bound.launch(x[rows], bias, out[rows], stream, overlap or first > 0)
 
 
 register(
