@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import tempfile
 import threading
 import warnings
@@ -130,7 +131,9 @@ def cache_folder() -> Path:
 
 @cache
 def _source(stem: str) -> str:
-    return (SOURCES / f"{stem}.cu").read_text()
+    """The text of cuda/<stem>.cu with the files beside it that it includes, so that one hash covers all."""
+    text = (SOURCES / f"{stem}.cu").read_text()
+    return re.sub(r'^#include "([\w.]+)"\n', lambda found: (SOURCES / found[1]).read_text(), text, flags=re.MULTILINE)
 
 
 @cache

@@ -1,0 +1,204 @@
+// Part of codebook_mma.cu: from codes to sums, and from sums to outputs.
+
+// ---- multiplying
+
+DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// A lane's codes of a tile: [row or row + 8][half of its 8 bytes, or scale block].
+DEVICE void load_codes(u32 at, u32 (&word)[2][2]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        if (BLOCK == 64) {
+            lds64(at + h * 1024, word[h][0], word[h][1]);
+        } else {
+            word[h][0] = lds32(at + h * 1024);
+            word[h][1] = lds32((at ^ 16) + h * 1024);
+        }
+    }
+}
+
+// The A fragment of step `step` of the four of a unit, by the table: two bytes of each of two words, in the order of memory.
+// A byte's entries are 128 bytes apart; `bank` holds the rest of their addresses but the table's offset.
+template <int OFFSET>
+DEVICE void decode(const u32 (&word)[2][2], int step, u32 bank, u32 (&a)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const u32 w = word[i & 1][step >> 1];
+        const int byte = 2 * (step & 1) + (i >> 1);
+        a[i] = table_word<OFFSET>((byte == 0 ? w << 7 : w >> (8 * byte - 7)) & 0x7F80 | bank);
+    }
+}
+
+// Adds the products of one unit to the accumulators of a pass's tiles.
+template <int T>
+DEVICE void multiply_unit(u32 codes, u32 scales, u32 bank, const Activations (&x)[GROUPS], float (&acc)[T][GROUPS][4]) {
+#pragma unroll
+    for (int t = 0; t < T; ++t) {
+        if (t > 0 && t % 2 == 0) __syncwarp();    // nothing is fetched so far ahead that registers spill
+        u32 word[2][2], scale[SUBS][2];
+        load_codes(codes + t * 2048, word);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const u32 at = scales + (16 * t + 8 * h) * SCALE_PITCH;
+            if (SUBS == 2)
+                lds64(at, scale[0][h], scale[SUBS - 1][h]);
+            else
+                scale[0][h] = lds32(at);
+        }
+        float sum[SUMS][GROUPS][4];
+#pragma unroll
+        for (int step = 0; step < 4; ++step) {
+            const bool first = step == 0 || (SUBS == 2 && step == 2), last = step == 3 || (SUBS == 2 && step == 1);    // of a scale block
+            u32 a[4], low[4];
+            decode<TABLE_AT>(word, step, bank, a);
+            if (TERMS == 2) decode<TABLE_AT + 32768>(word, step, bank, low);
+#pragma unroll
+            for (int j = 0; j < GROUPS; ++j) {
+                const u32(&b)[8 * X_TERMS] = x[j].word;
+#pragma unroll
+                for (int c = 0; c < 4; ++c)
+                    if (first) sum[0][j][c] = sum[SUMS - 1][j][c] = 0.f;
+                mma(sum[0][j], a, b[2 * step], b[2 * step + 1]);
+                if (TERMS == 2) mma(sum[SUMS - 1][j], low, b[2 * step], b[2 * step + 1]);
+                if (X_TERMS == 2) mma(sum[SUMS - 1][j], a, b[8 * (X_TERMS - 1) + 2 * step], b[8 * (X_TERMS - 1) + 2 * step + 1]);
+#pragma unroll
+                for (int c = 0; c < 4; ++c) {
+                    if (!last || (X_ROWS == 1 && (c & 1))) continue;    // with one row of x, odd columns are nobody's
+                    float value = sum[0][j][c];
+                    if (SUMS == 2) value = fmaf(sum[SUMS - 1][j][c], LOW_WEIGHT, value);
+                    acc[t][j][c] = fmaf(value, __uint_as_float(scale[SUBS == 2 ? step >> 1 : 0][c >> 1]) * x[j].unscale[c & 1], acc[t][j][c]);
+                }
+            }
+        }
+    }
+}
+
+// What a block has to do.
+struct Share {
+    u32 rank;                       // in its cluster
+    int slab;                       // its first row of W
+    int tiles, passes;              // of its slab
+    int unit_begin, unit_end;       // of K
+    int stages;                     // of a pass
+
+    METHOD int tiles_of(int pass) const { return min(TILES, tiles - pass * TILES); }
+};
+
+DEVICE Share share_of(const Problem& p) {
+    const int block = this_block(), cluster = block / SPLIT;
+    Share share;
+    share.rank = block % SPLIT;
+    share.tiles = p.tiles + (cluster < p.larger);
+    share.slab = 16 * (cluster * p.tiles + min(cluster, p.larger));
+    share.passes = (share.tiles + TILES - 1) / TILES;
+    share.unit_begin = share.rank * p.units, share.unit_end = min(p.k / UNIT, share.unit_begin + p.units);
+    share.stages = share.unit_begin < share.unit_end ? (share.unit_end - share.unit_begin + WARPS - 1) / WARPS * TEAMS : 0;
+    return share;
+}
+
+// ---- the end of a pass
+
+DEVICE float bias_of(const Problem& p, int n) {
+    if (X_TYPE == 2 || p.bias_is_fp32) return __ldg((const float*)p.bias + n);
+    const u32 bits = __ldg((const u16*)p.bias + n);
+    return X_TYPE == 1 ? __uint_as_float(bits << 16) : half_to_float(bits);
+}
+
+DEVICE void store(const Problem& p, int row, int n, float value) {
+    const long long at = (long long)row * p.n + n;
+    if (p.bias) value += bias_of(p, n);
+#if X_TYPE == 2
+    ((float*)p.out)[at] = value;
+#else
+    u16 bits;
+    if (X_TYPE == 1)
+        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    else
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    ((u16*)p.out)[at] = bits;
+#endif
+}
+
+// Adds the warps' accumulators, then the cluster's, in a fixed order, and writes the pass's outputs.
+//
+// A warp's sums of a group of x lie in columns, a row of x each. Sums of warps r, r + 4, r + 8 and r + 12 are added first,
+// from the last on, then those of the four r in turn.
+template <int T>
+DEVICE void reduce_and_store(const Problem& p, u32 base, int pass, float inverse, float (&acc)[T][GROUPS][4]) {
+    constexpr int group_outputs = X_ROWS * 16 * T, threads = 32 * WARPS, owned = (group_outputs + threads - 1) / threads;
+    const u32 sums = base + SUMS_AT;
+    const int thread = this_thread(), warp = thread >> 5, g = thread >> 2 & 7, q = thread & 3;
+    const Share share = share_of(p);
+    const bool last = pass + 1 == share.passes;
+    float total[GROUPS][owned];
+#pragma unroll
+    for (int j = 0; j < GROUPS; ++j) {
+        if (j > 0 || pass > 0) consumers_sync();    // the last sums have been read
+#pragma unroll
+        for (int from = WARPS - SUM_WARPS; from >= 0; from -= SUM_WARPS) {
+            if (warp >= from && warp < from + SUM_WARPS && 2 * q < X_ROWS) {
+                const u32 mine = sums + ((warp - from) * WARP_SUMS + 2 * q * SUM_PITCH + row_of(g)) * 4;
+#pragma unroll
+                for (int i = 0; i < 4 * T; ++i) {
+                    if (X_ROWS == 1 && (i & 1)) continue;
+                    const u32 at = mine + ((i & 1) * SUM_PITCH + 16 * (i >> 2) + 8 * (i >> 1 & 1)) * 4;
+                    if (from + SUM_WARPS < WARPS) acc[i >> 2][j][i & 3] += __uint_as_float(lds32(at));
+                    sts32(at, __float_as_uint(acc[i >> 2][j][i & 3]));
+                }
+            }
+            consumers_sync();
+        }
+#pragma unroll
+        for (int o = 0; o < owned; ++o) {
+            const int i = thread + threads * o;
+            const u32 at = sums + (i / (16 * T) * SUM_PITCH + i % (16 * T)) * 4;
+            total[j][o] = 0.f;
+            if (i >= group_outputs) continue;
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                float sum = __uint_as_float(lds32(at + (r + SUM_WARPS - 4) * WARP_SUMS * 4));
+#pragma unroll
+                for (int w = r + SUM_WARPS - 8; w >= 0; w -= 4) sum += __uint_as_float(lds32(at + w * WARP_SUMS * 4));
+                total[j][o] += sum;
+            }
+        }
+    }
+#if SPLIT > 1
+    // Peers write their sums into the inbox of the cluster's first block, once it has emptied it of the last pass's.
+    const u32 inbox = base + PEERS_AT + thread * 4, inbox_full = base + BARRIERS_AT + INBOX_FULL, inbox_free = inbox_full + 8;
+    if (pass == 0) cluster_wait();    // all barriers are ready
+    if (share.rank > 0) {
+        if (pass > 0) cluster_barrier_wait(inbox_free, (pass - 1) & 1);
+        const u32 to = at_rank(inbox + (share.rank - 1) * OUTPUTS * 4, 0);
+#pragma unroll
+        for (int j = 0; j < GROUPS; ++j)
+#pragma unroll
+            for (int o = 0; o < owned; ++o)
+                if (thread + threads * o < group_outputs)
+                    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to + (j * group_outputs + threads * o) * 4), "f"(total[j][o]) : "memory");
+        remote_arrive(at_rank(inbox_full, 0));
+        return;
+    }
+    cluster_barrier_wait(inbox_full, pass & 1);
+#pragma unroll
+    for (int peer = 0; peer < SPLIT - 1; ++peer) {
+#pragma unroll
+        for (int j = 0; j < GROUPS; ++j)
+#pragma unroll
+            for (int o = 0; o < owned; ++o)
+                if (thread + threads * o < group_outputs) total[j][o] += __uint_as_float(lds32(inbox + (peer * OUTPUTS + j * group_outputs + threads * o) * 4));
+        if (!last) remote_arrive(at_rank(inbox_free, peer + 1));
+    }
+#endif
+#pragma unroll
+    for (int j = 0; j < GROUPS; ++j)
+#pragma unroll
+        for (int o = 0; o < owned; ++o) {
+            const int i = thread + threads * o, row = share.slab + pass * ROWS + i % (16 * T), column = 8 * j + i / (16 * T);
+            if (i < group_outputs && row < p.n && column < p.m) store(p, column, row, total[j][o] * inverse);
+        }
+}
