@@ -115,6 +115,9 @@ def test_explain_names_a_kernel_and_why_not_the_others():
     result = json.loads(halfbyte("explain", "--N", 4096, "--K", 4096, "--format", "nf4-64-nested", "--json"))
     assert result["predicted_us"] > 0
     assert {result["kernel"], *(other["kernel"] for other in result["others"])} >= {"torch_dequantize"}
+    there = ("explain", "--M", 1, "--N", 4096, "--K", 14336, "--format", "nf4", "--arch", "sm_90a")
+    assert "blocks of" in json.loads(halfbyte(*there, "--json"))["configuration"]
+    assert "shared memory" in halfbyte(*there)
 
 
 def test_bench_linear_writes_rows_with_peers(tmp_path):

@@ -295,23 +295,28 @@ def explain(
     arch: Annotated[str, typer.Option(help="cpu, or a CUDA architecture such as sm_90a; needs no GPU.")] = "cpu",
     as_json: JsonOption = False,
 ) -> None:
-    """Which kernel serves a multiply, its predicted time, and why not the others."""
+    """Which kernel serves a multiply, its configuration and predicted time, and why not the others."""
     from .formats import get_format
     from .kernels import Problem
     from .plan import plan
 
     chosen = get_format(format)
     chosen.check_shape(n, k)
-    result = plan(Problem(chosen, dtype_of(dtype), m, n, k, arch))
+    problem = Problem(chosen, dtype_of(dtype), m, n, k, arch)
+    result = plan(problem)
+    configuration = result.kernel.describe(problem) if result.kernel.describe else None
     if as_json:
         others = [{"kernel": name, "reason": reason} for name, reason in result.others]
-        print(json.dumps({"kernel": result.kernel.name, "predicted_us": result.seconds * 1e6, "others": others}))
+        summary = {"kernel": result.kernel.name, "configuration": configuration, "predicted_us": result.seconds * 1e6}
+        print(json.dumps({**summary, "others": others}))
         return
     console.print(
         f"{result.kernel.name}: {result.kernel.about}\n"
         f"  predicted {result.seconds * 1e6:,.1f} µs for M={m} N={n} K={k}, {chosen.key}, x in {dtype}, on {arch}",
         highlight=False,
     )
+    if configuration:
+        console.print(f"  {configuration}", highlight=False)
     for name, reason in result.others:
         console.print(f"  not {name}: {reason}", highlight=False)
 

@@ -27,6 +27,7 @@ ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100")  # it compiles f
 SEEN_RIGHT = ("sm_90a",)  # its answers were checked on; elsewhere the fallback serves until they are
 BULK_COPY = ("sm_90a", "sm_100")  # bulk tensor copies
 BOUND_LAYERS = 4096
+MULTIPROCESSORS = 132  # of an H200: what is planned for where no card is asked
 CLUSTERS = ("sm_90a", "sm_100")
 CLUSTER_WEIGHTS = 40000  # what a cluster's meeting costs, in weights that could be read meanwhile
 MAX_M = 64
@@ -154,10 +155,30 @@ def reason_against(problem: Problem) -> str | None:
     if problem.k % UNIT:
         return f"needs K in multiples of {UNIT}, got K = {problem.k}"
     try:
-        configure(format, problem.dtype, min(problem.m, _chunk(problem.arch)), problem.n, problem.k, problem.arch, 132)
+        _planned(problem)
     except ValueError as error:
         return str(error)
     return nvrtc.missing()
+
+
+def _planned(problem: Problem) -> tuple[Config, Grid]:
+    """The configuration for a problem whose weight is aligned, on a card with an H200's multiprocessors."""
+    format, k, arch = problem.format, problem.k, problem.arch
+    m = max(1, min(problem.m, _chunk(arch)))
+    side = not _copies_fp32(format, k, arch)
+    return configure(format, problem.dtype, m, problem.n, k, arch, MULTIPROCESSORS, side=side)
+
+
+def describe(problem: Problem) -> str:
+    """The configuration for a problem, in words."""
+    config, grid = _planned(problem)
+    passes = f"passes of {config.TILES} x 16 rows" + (f", the last of {config.LAST}" * (config.LAST < config.TILES))
+    split = f", {config.SPLIT} of which share K" if config.SPLIT > 1 else ""
+    return (
+        f"{grid.clusters * config.SPLIT} blocks of {config.threads} threads{split}, "
+        f"{config.RESIDENT} to a multiprocessor; "
+        f"{passes}, a ring of {config.STAGES} slots, {config.shared_bytes:,} bytes of shared memory"
+    )
 
 
 def _chunk(arch: str) -> int:
@@ -282,14 +303,12 @@ def with_stages(config: Config, room: int) -> Config:
 
 def copies_scales(weight: PackedWeight, arch: str) -> bool:
     """Whether bulk copies can bring the scales: fp32, one for each block, rows and address in 16 bytes."""
-    format, (_, k) = weight.format, weight.shape
-    return (
-        arch in BULK_COPY
-        and scale_kind(format) == 0
-        and format.blocksize <= UNIT
-        and k % (4 * format.blocksize) == 0
-        and weight.parts["absmax"].data_ptr() % 16 == 0
-    )
+    return _copies_fp32(weight.format, weight.shape[1], arch) and weight.parts["absmax"].data_ptr() % 16 == 0
+
+
+def _copies_fp32(format: BlockFormat, k: int, arch: str) -> bool:
+    blocksize = format.blocksize
+    return arch in BULK_COPY and scale_kind(format) == 0 and blocksize <= UNIT and k % (4 * blocksize) == 0
 
 
 def _known_kind(format: BlockFormat) -> int:
@@ -525,6 +544,7 @@ register(
         cost=predicted_seconds,
         run=run,
         batch_invariant_to=MAX_M,
+        describe=describe,
     )
 )
 

@@ -38,7 +38,7 @@ class Kernel:
     """What a kernel is and can do.
 
     supports: the reason why it cannot serve a problem, or None where it can. cost: predicted seconds of a call.
-    run: writes `out`; its inputs are already validated. max_m: the largest M it is meant for.
+    run: writes `out`; its inputs are already validated. describe: its configuration for a problem, in words.
     """
 
     name: str
@@ -49,6 +49,7 @@ class Kernel:
     run: Run = field(repr=False)
     deterministic: bool = True
     batch_invariant_to: int = 0  # the largest M for which a row's bits do not depend on M
+    describe: Callable[[Problem], str] | None = None
 
 
 _KERNELS: dict[str, Kernel] = {}
