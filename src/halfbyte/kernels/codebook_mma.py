@@ -8,6 +8,7 @@ calls on any number of streams, in graphs or outside, share nothing but the weig
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
 from collections import OrderedDict
 from dataclasses import asdict, dataclass, replace
@@ -129,6 +130,9 @@ class _Problem(ctypes.Structure):
         ("larger", ctypes.c_int),
         ("units", ctypes.c_int),
     )
+
+
+_CALL = struct.Struct("=QQQqiiii")  # the fields of _Problem from x to bias_is_fp32: one store for all that a call sets
 
 
 def scale_kind(format: BlockFormat) -> int | None:
@@ -407,11 +411,14 @@ class Bound:
         stream: the raw stream to launch on. overlap: the weight was not written by the kernel before this one, so it
         may be read while that one ends.
         """
-        problem, launch = self._problem, self._overlapping if overlap else self._plain
+        launch = self._overlapping if overlap else self._plain
+        added, fp32 = (0, 0) if bias is None else (bias.data_ptr(), bias.dtype == torch.float32)
+        m, k = x.shape
+        n, stride = out.shape[1], x.stride(0)
         with self._lock:  # the driver copies the parameters before it returns
-            problem.x, problem.out, problem.m, problem.x_stride = x.data_ptr(), out.data_ptr(), x.shape[0], x.stride(0)
-            problem.bias = None if bias is None else bias.data_ptr()
-            problem.bias_is_fp32 = bias is not None and bias.dtype == torch.float32
+            _CALL.pack_into(
+                self._problem, _Problem.x.offset, x.data_ptr(), added, out.data_ptr(), stride, m, n, k, fp32
+            )
             launch.hStream = stream
             (error,) = self._driver.cuLaunchKernelEx(launch, self._kernel, self._address, 0)
         if error:
