@@ -1,11 +1,8 @@
-"""kernels/cuda/codebook_gemv.cu run on the CPU, from its own source: see native/cuda_on_cpu.hpp."""
+"""kernels/cuda/codebook_gemv.cu run on the CPU, from its own source."""
 
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -15,13 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+import cuda_on_cpu
 from halfbyte.formats import PackedWeight
 from halfbyte.kernels import codebook_gemv, nvrtc
 from halfbyte.kernels.codebook_gemv import Config
 
-COMPILER = shutil.which("g++")
-NATIVE = Path(__file__).parent / "native"
-OPTIONS = ("-std=c++17", "-O1", "-fPIC", "-ffp-contract=off", "-w")
 CHECKS = ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error")
 
 
@@ -30,26 +25,12 @@ class _Range(ctypes.Structure):
 
 
 @cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="halfbyte-gemv-")
-
-
-@cache
-def _scheduler() -> Path:
-    """The object file that all libraries share."""
-    path = Path(_folder().name) / "cuda_on_cpu.o"
-    subprocess.run([str(COMPILER), *OPTIONS, "-c", str(NATIVE / "cuda_on_cpu.cpp"), "-o", str(path)], check=True)
-    return path
-
-
-@cache
 def library(config: Config) -> ctypes.CDLL:
     """The kernel compiled for the CPU with a configuration's macros."""
-    path = Path(_folder().name) / f"{'-'.join(map(str, asdict(config).values()))}.so"
+    path = Path(cuda_on_cpu.folder().name) / f"{'-'.join(map(str, asdict(config).values()))}.so"
     defines = [f"-D{name}={value}" for name, value in asdict(config).items()]
-    source = str(NATIVE / "codebook_gemv_on_cpu.cpp")
-    command = [str(COMPILER), *OPTIONS, *CHECKS, "-shared", *defines, f"-I{nvrtc.SOURCES}", source, str(_scheduler())]
-    subprocess.run([*command, "-o", str(path)], check=True)
+    options = ("-shared", *defines, f"-I{nvrtc.SOURCES}")
+    cuda_on_cpu.build("codebook_gemv_on_cpu.cpp", path, *options, checks=CHECKS)
     loaded = ctypes.CDLL(str(path))
     loaded.run_on_cpu.restype = ctypes.c_char_p
     return loaded
@@ -57,7 +38,7 @@ def library(config: Config) -> ctypes.CDLL:
 
 def build(configs: Iterable[Config]) -> None:
     """Compile many, two at a time."""
-    _scheduler()
+    cuda_on_cpu.scheduler(*CHECKS)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(library, dict.fromkeys(configs)))
 

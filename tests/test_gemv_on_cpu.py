@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import cuda_on_cpu
 import gemv_on_cpu
 from gemv_on_cpu import moved
 from halfbyte import reference
@@ -26,7 +27,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = (BF16, FP16, FP32)
 FUZZ = int(os.environ.get("HALFBYTE_FUZZ_GEMV", "16"))
 ALL_KEYS = tuple(dict.fromkeys((*KEYS, *(f"{name}-{size}" for name in ("nf4", "fp4") for size in BNB_BLOCKSIZES))))
-on_cpu = pytest.mark.skipif(gemv_on_cpu.COMPILER is None, reason="needs g++")
+on_cpu = pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="needs g++")
 compiled = pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
+import cuda_on_cpu
 from halfbyte import reference
 from halfbyte.formats import quantize
 from halfbyte.lab import ladder_figures, ladder_launch
@@ -23,8 +25,7 @@ from halfbyte.lab.ladder_figures import overtakes, read_rows
 from halfbyte.lab.ladder_rungs import RUNGS, SOURCES, Rung, get_rung, source
 from halfbyte.lab.ladder_weights import PlanarQ4, exact_dense, exact_q4, quantize_q4
 
-NATIVE = Path(__file__).parent / "native"
-COMPILER = shutil.which("g++")
+CHECKS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 # (N, K): a block or fewer for some threads, rows that leave a warp's pair alone, more than one round of every loop
 SHAPES = ((5, 32), (3, 96), (37, 2080), (33, 4352))
 
@@ -68,12 +69,12 @@ def test_k_must_hold_whole_blocks() -> None:
 
 # ---- the kernels, thread by thread on the CPU
 
-Runner = Callable[[int, int, int, bytes], tuple[Tensor, Tensor]]
+Runner = Callable[..., tuple[Tensor, Tensor]]
 
 
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Rung, str], Runner]:
-    if COMPILER is None:
+    if cuda_on_cpu.COMPILER is None:
         pytest.skip("needs g++")
     built: dict[tuple[str, str], Path] = {}
 
@@ -81,29 +82,25 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Rung, str], Ru
         key = (rung.stem, text)
         if key not in built:
             built[key] = _build(rung, text, tmp_path_factory.mktemp(rung.stem))
-        return lambda n, k, blocks, data: _run(built[key], n, k, blocks, data)
+        return partial(_run, built[key])
 
     return get
 
 
 def _build(rung: Rung, text: str, folder: Path) -> Path:
-    # shared memory whose size is set at launch is an array of the test's there
-    (folder / "source.cu").write_text(text.replace("extern __shared__", "extern"))
+    (folder / "source.cu").write_text(text.replace("extern __shared__ uint4 x_shared[]", "DYNAMIC_SHARED(x_shared)"))
     macros = {**rung.macros, "KERNEL": rung.stem, "Q4": int(rung.q4)}
     defines = [f"-D{name}={value}" for name, value in macros.items()]
-    checks = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    command = [str(COMPILER), "-std=c++17", "-O1", "-ffp-contract=off", "-w", *checks, *defines]
     binary = folder / "run"
-    command += [f"-I{folder}", f"-I{NATIVE}", f"-I{SOURCES}", str(NATIVE / "run_ladder.cpp"), "-o", str(binary)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    cuda_on_cpu.build("run_ladder.cpp", binary, *defines, f"-I{folder}", f"-I{SOURCES}", checks=CHECKS)
     return binary
 
 
-def _run(binary: Path, n: int, k: int, blocks: int, data: bytes) -> tuple[Tensor, Tensor]:
-    """y in fp16 and the C++ reference in float64."""
+def _run(binary: Path, n: int, k: int, blocks: int, data: bytes, downwards: bool = False) -> tuple[Tensor, Tensor]:
+    """y in fp16 and the C++ reference in float64; downwards: threads take their turns from the last to the first."""
     options = {"ASAN_OPTIONS": "detect_stack_use_after_return=0:detect_leaks=0"}
-    done = subprocess.run([binary, str(n), str(k), str(blocks)], input=data, capture_output=True, env=options)
+    arguments = [str(argument) for argument in (n, k, blocks, int(downwards))]
+    done = subprocess.run([binary, *arguments], input=data, capture_output=True, env=options)
     assert done.returncode == 0, done.stderr.decode()
     y = torch.frombuffer(bytearray(done.stdout[: 2 * n]), dtype=torch.float16)
     return y, torch.frombuffer(bytearray(done.stdout[2 * n :]), dtype=torch.float64)
@@ -127,12 +124,14 @@ def test_kernels_and_references_agree(runner: Any, rung: Rung, shape: tuple[int,
     data = packed(weight.codes, weight.scales, x) if rung.q4 else packed(dense, x)
     expected = exact_q4(x, weight) if rung.q4 else exact_dense(x, dense)
     answers = []
-    for blocks in grids(rung, n):
-        y, exact = run(n, k, blocks, data)
+    for blocks, downwards in product(grids(rung, n), (False, True)):
+        y, exact = run(n, k, blocks, data, downwards)
         torch.testing.assert_close(exact, expected, rtol=1e-12, atol=1e-12)
         reference.assert_within_contract(y, exact, rung.stem)
         answers.append(y)
-    assert all(torch.equal(y, answers[0]) for y in answers), "bits depend on the number of blocks"
+    assert all(torch.equal(y, answers[0]) for y in answers), (
+        "bits depend on the number of blocks or on the order of threads"
+    )
 
 
 @pytest.mark.parametrize("rung", [rung for rung in RUNGS if rung.q4], ids=lambda rung: rung.stem)
@@ -145,18 +144,30 @@ def test_swapped_nibbles_are_noticed(runner: Any, rung: Rung) -> None:
         reference.assert_within_contract(y, exact_q4(x, weight))
 
 
-def test_the_cpu_sees_a_barrier_that_not_all_reach(runner: Any) -> None:
-    text = source("ladder_q4_bytes").replace("    __syncthreads();", "    if (threadIdx.x < 32) __syncthreads();")
-    _, weight, x = operands(1, 32)
-    with pytest.raises(AssertionError, match="barrier"):
-        runner(get_rung("q4_bytes"), text)(1, 32, 1, packed(weight.codes, weight.scales, x))
+@pytest.mark.parametrize(
+    ("name", "was", "becomes", "word"),
+    [
+        ("q4_bytes", "    __syncthreads();", "    if (threadIdx.x < 32) __syncthreads();", "barrier"),
+        ("q4_bytes", "__shfl_down_sync(0xffffffff", "__shfl_down_sync(0x0000ffff", "shuffle"),
+        ("q4_bytes", "    __syncthreads();", "", "relative error"),
+        ("q4_wide", "b < blocks;", "b <= blocks;", "heap-buffer-overflow"),
+        ("q4_rows", "    __syncthreads();\n\n    const int warp", "    const int warp", "outputs are NaN"),
+        ("q4_rows", "x_shared[i % 4 * blocks + i / 4]", "x_shared[i % 4 * blocks + i / 4 + 1]", "beyond its ends"),
+    ],
+)
+def test_a_broken_kernel_is_noticed(runner: Any, name: str, was: str, becomes: str, word: str) -> None:
+    rung, (n, k) = get_rung(name), (2, 4096)
+    text = source(rung.stem)
+    assert text.count(was) == 1, "the test is out of date"
+    _, weight, x = operands(n, k)
 
+    def multiply(text: str) -> None:
+        y, exact = runner(rung, text)(n, k, 2, packed(weight.codes, weight.scales, x))
+        reference.assert_within_contract(y, exact)
 
-def test_the_cpu_sees_reads_past_the_end(runner: Any) -> None:
-    text = source("ladder_q4_wide").replace("b < blocks;", "b <= blocks;")
-    _, weight, x = operands(2, 4096)
-    with pytest.raises(AssertionError, match="heap-buffer-overflow"):
-        runner(get_rung("q4_wide"), text)(2, 4096, 2, packed(weight.codes, weight.scales, x))
+    multiply(text)
+    with pytest.raises(AssertionError, match=word):
+        multiply(text.replace(was, becomes))
 
 
 # ---- launching

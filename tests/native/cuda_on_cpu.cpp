@@ -87,12 +87,12 @@ void start_threads(std::size_t count) {
     }
 }
 
-void run_block(unsigned index, unsigned shared_bytes, const std::vector<unsigned>& turns) {
+void run_block(unsigned index, unsigned blocks, unsigned shared_bytes, const std::vector<unsigned>& turns) {
     std::vector<char> memory(shared_bytes + 2 * GUARD, UNTOUCHED);
     std::vector<unsigned> exchanged(turns.size());
     char* begin = memory.data() + GUARD;
     begin += -reinterpret_cast<std::uintptr_t>(begin) & 15;
-    now = {{0, 0, 0}, {index, 0, 0}, begin, shared_bytes, exchanged.data()};
+    now = {{0, 0, 0}, {index, 0, 0}, {blocks, 1, 1}, begin, shared_bytes, exchanged.data()};
     start_threads(turns.size());
     do {
         for (unsigned i : turns) {
@@ -102,11 +102,12 @@ void run_block(unsigned index, unsigned shared_bytes, const std::vector<unsigned
             if (!error.empty()) return;
         }
     } while (release());
+    const std::string where = "block " + std::to_string(index) + ": ";
     for (const Thread& thread : threads)
-        if (thread.state != State::done) error = "threads wait at a barrier that others never reach";
+        if (thread.state != State::done) error = where + "threads wait at a barrier that others never reach";
     auto touched = [](char byte) { return byte != UNTOUCHED; };
     if (std::any_of(memory.data(), begin, touched) || std::any_of(begin + shared_bytes, &*memory.end(), touched))
-        error = "shared memory was written beyond its ends";
+        error = where + "shared memory was written beyond its ends";
 }
 
 }    // namespace
@@ -147,7 +148,7 @@ const char* run_grid(void (*body)(const void*), const void* argument, int blocks
     readable.assign(ranges, ranges + range_count);
     std::vector<unsigned> turns(thread_count);
     for (int i = 0; i < thread_count; ++i) turns[i] = order == 0 ? i : thread_count - 1 - i;
-    for (int i = 0; i < blocks && error.empty(); ++i) run_block(i, shared_bytes, turns);
+    for (int i = 0; i < blocks && error.empty(); ++i) run_block(i, blocks, shared_bytes, turns);
     return error.c_str();
 }
 

@@ -3,8 +3,10 @@
 // Every CUDA thread is a fibre that runs until it meets a barrier; then the next one runs, in an order that the caller
 // chooses, so that a missing barrier shows. Checked on the way, with words for what is wrong: global reads lie within the
 // given tensors and are aligned, all lanes of a warp (all threads of a block) meet at the same barrier, nobody writes
-// beyond the block's shared memory. Shared memory starts as NaNs. Asynchronous copies arrive as late as they may, when
-// they are waited for; until then their destination holds rubbish.
+// beyond the block's shared memory. Reads are checked where a kernel uses __ldg or an asynchronous copy; for plain ones
+// compile with the address sanitizer. Shared memory whose size is set at launch starts as NaNs; a __shared__ array of fixed
+// size holds what the block before left there. Asynchronous copies arrive as late as they may, when they are waited for;
+// until then their destination holds rubbish.
 #pragma once
 
 #include <cmath>
@@ -17,12 +19,17 @@
 #define __forceinline__ inline
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __shared__ static    // blocks run one after the other
 #define threadIdx (cuda_on_cpu::now.thread)
 #define blockIdx (cuda_on_cpu::now.block)
+#define gridDim (cuda_on_cpu::now.grid)
 #define DYNAMIC_SHARED(name) uint4* name = reinterpret_cast<uint4*>(cuda_on_cpu::now.shared)
 
 struct alignas(8) uint2 {
     unsigned x, y;
+};
+struct alignas(8) float2 {
+    float x, y;
 };
 struct alignas(16) uint4 {
     unsigned x, y, z, w;
@@ -40,7 +47,7 @@ struct Index {
 };
 
 struct Now {    // the thread that runs
-    Index thread, block;
+    Index thread, block, grid;
     char* shared;
     unsigned shared_bytes;
     unsigned* exchanged;    // by shuffles: one word a thread
@@ -87,13 +94,28 @@ inline unsigned __float_as_uint(float value) {
     return bits;
 }
 
-inline float __shfl_xor_sync(unsigned, float value, int other) {
-    const unsigned thread = cuda_on_cpu::now.thread.x;
-    cuda_on_cpu::now.exchanged[thread] = __float_as_uint(value);
-    __syncwarp();
-    const float result = __uint_as_float(cuda_on_cpu::now.exchanged[thread ^ other]);
-    __syncwarp();
+namespace cuda_on_cpu {
+
+// What lane `from` of the warp holds.
+inline float exchange(unsigned mask, float value, unsigned from) {
+    if (mask != 0xFFFFFFFF) fail("a shuffle among some lanes only");
+    const unsigned thread = now.thread.x;
+    now.exchanged[thread] = __float_as_uint(value);
+    wait_for_warp();
+    const float result = __uint_as_float(now.exchanged[thread / 32 * 32 + from]);
+    wait_for_warp();
     return result;
+}
+
+}    // namespace cuda_on_cpu
+
+inline float __shfl_xor_sync(unsigned mask, float value, int other) {
+    return cuda_on_cpu::exchange(mask, value, threadIdx.x % 32 ^ other);
+}
+
+inline float __shfl_down_sync(unsigned mask, float value, int step) {    // past the end, a lane keeps its own
+    const unsigned lane = threadIdx.x % 32;
+    return cuda_on_cpu::exchange(mask, value, lane + step < 32 ? lane + step : lane);
 }
 
 inline float __fmul_rn(float a, float b) { return a * b; }    // compiled without contraction
@@ -103,6 +125,7 @@ inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
 }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline long long min(long long a, long long b) { return a < b ? a : b; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 // ---- what kernels do in PTX
