@@ -170,6 +170,17 @@ def test_a_broken_kernel_is_noticed(runner: Any, name: str, was: str, becomes: s
         multiply(text.replace(was, becomes))
 
 
+def test_a_missing_barrier_is_noticed_in_one_order_of_threads_or_the_other(runner: Any) -> None:
+    """The last thread may sum without a barrier as long as it runs last."""
+    text = source("ladder_q4_bytes").replace("    __syncthreads();", "").replace(".x == 0", ".x == THREADS - 1")
+    _, weight, x = operands(2, 4096)
+    run, data = runner(get_rung("q4_bytes"), text), packed(weight.codes, weight.scales, x)
+    reference.assert_within_contract(*run(2, 4096, 2, data))
+    y, exact = run(2, 4096, 2, data, downwards=True)
+    with pytest.raises(AssertionError, match="relative error"):
+        reference.assert_within_contract(y, exact)
+
+
 # ---- launching
 
 
