@@ -25,14 +25,13 @@ from halfbyte.device import arch_of
 from halfbyte.formats import PackedWeight, RecordLayout, get_format
 from halfbyte.formats.codecs import RecordHalf
 from halfbyte.kernels import Kernel, Problem, kernels, nvrtc
-from kernel_samples import KEYS, multiples, random_weight
+from kernel_samples import FP32_SUMS, KEYS, multiples, random_weight
 from time_limit import Limit, time_limit
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PROBLEMS = 16  # on each weight
 MS = (1, 1, 1, 2, 2, 3, 4, 4, 5, 6, 7, 8, 8, 9, 12, 16, 17, 33, 64)
 MANY = 4096  # outputs from which the contract's norms hold without allowance for chance
-FP32_SUMS = 3e-7  # what sums in fp32 lose at most here, of the sum of magnitudes
 GUARD = 128  # NaN elements before and after the output
 Inputs = tuple[Tensor, Tensor | None]  # x and bias
 HANG_S = 50.0  # a problem takes milliseconds, its compilation tenths of a second

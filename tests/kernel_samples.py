@@ -12,6 +12,7 @@ KEYS = (
     *("nf4-4096-nested", "fp4-32-nested", "fp4-64", "fp4-4096", "q4_0", "q4_1", "iq4_nl", "q4_k", "mxfp4"),
     *("mxfp4_gguf", "nvfp4", "gptq-32", "gptq-128", "gptq_v2-64", "gptq_v2-40", "awq-32", "awq-128"),
 )
+FP32_SUMS = 3e-7  # what sums in fp32 lose at most in these tests, of the sum of magnitudes
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -23,6 +24,11 @@ def strided(m: int, k: int, dtype: torch.dtype, generator: torch.Generator) -> T
     wide = torch.full((m, k + 5), torch.nan, dtype=dtype)
     wide[:, 3 : 3 + k] = torch.randn(m, k, generator=generator).to(dtype)
     return wide[:, 3 : 3 + k]
+
+
+def slack(x: Tensor, dense: Tensor) -> float:
+    """What fp32 sums of x [M, K] times float64 weights [N, K] may lose in norm where outputs cancel."""
+    return FP32_SUMS * float((x.double().abs() @ dense.abs().t()).norm())
 
 
 def multiples(key: str) -> tuple[int, int]:

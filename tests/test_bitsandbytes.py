@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from bitsandbytes_layers import packed_of, training_step, weight_of
 from halfbyte import reference
-from halfbyte.formats import PackedWeight, get_format
 from halfbyte.integrations import bitsandbytes as switch
 from halfbyte.kernels import kernels
 from halfbyte.kernels.cpu import library
@@ -38,16 +38,6 @@ def repacking(request, monkeypatch):
 
 def rand(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def packed_of(codes: Tensor, state) -> PackedWeight:
-    """The weight as halfbyte's reference knows it, from bitsandbytes' tensors."""
-    key = f"{state.quant_type}-{state.blocksize}" + ("-nested" if state.nested else "")
-    parts = {"codes": codes.detach().clone().view(-1).view(torch.uint8), "absmax": state.absmax.clone()}
-    if state.nested:
-        parts |= {"nested_absmax": state.state2.absmax.clone(), "nested_quant_map": state.state2.code.clone()}
-        parts["nested_offset"] = state.offset.float().clone()
-    return PackedWeight(get_format(key), tuple(state.shape), parts)
 
 
 def quantized(n=96, k=128, family="nf4", blocksize=64, nested=False, storage=torch.uint8, dtype=torch.bfloat16):
@@ -79,7 +69,7 @@ def test_linear4bit_in_eval(repacking, family, nested, storage):
     """The checkpoint's bytes stay and the outputs are exact, also where bitsandbytes would repack."""
     for dtype in DTYPES:
         layer = layer_of(dtype=dtype, nested=nested, family=family, storage=storage).eval()
-        weight, before = packed_of(layer.weight, layer.weight.quant_state), layer.weight.data.clone()
+        weight, before = weight_of(layer), layer.weight.data.clone()
         with switch.enabled(), torch.inference_mode():
             for m in (1, 8, 64):
                 x = rand(m, 128, dtype=dtype, seed=m)
@@ -313,19 +303,12 @@ def test_without_a_kernel_the_result_is_that_of_bitsandbytes(monkeypatch):
 def test_training_step(nested):
     """Outputs within the contract; the gradient of x is what bitsandbytes' own backward computes."""
     layer = layer_of(nested=nested).train()
-    weight = packed_of(layer.weight, layer.weight.quant_state)
+    weight = weight_of(layer)
     start, upstream = rand(5, 128, dtype=torch.bfloat16), rand(5, 96, dtype=torch.bfloat16, seed=9)
 
-    def step():
-        x = start.clone().requires_grad_()
-        layer.bias.grad = None
-        out = layer(x)
-        out.backward(upstream)
-        return out.detach(), x.grad, layer.bias.grad.clone()
-
-    _, x_grad, bias_grad = step()
+    _, x_grad, bias_grad = training_step(layer, start, upstream)
     with switch.enabled():
-        out, our_x_grad, our_bias_grad = step()
+        out, our_x_grad, our_bias_grad = training_step(layer, start, upstream)
     reference.assert_within_contract(out, reference.linear(start, weight, layer.bias.detach()))
     assert torch.equal(our_x_grad, x_grad)
     assert torch.equal(our_bias_grad, bias_grad)

@@ -19,7 +19,7 @@ from halfbyte.kernels import Problem, cpu_linear
 from halfbyte.kernels.cpu import Library, library
 from halfbyte.kernels.cpu_linear import multiply, weight_struct
 from halfbyte.plan import plan
-from kernel_samples import KEYS, multiples, random_weight, seeded, strided
+from kernel_samples import KEYS, multiples, random_weight, seeded, slack, strided
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LOADED = library()
@@ -46,11 +46,6 @@ def exact(x: Tensor, dense: Tensor, bias: Tensor | None) -> Tensor:
     """The float64 result, from the weight's float64 values (which a test decodes once)."""
     y = x.double() @ dense.t()
     return y if bias is None else y + bias.double()
-
-
-def slack(x: Tensor, dense: Tensor) -> float:
-    """What fp32 sums may lose where outputs cancel: relative to the sums of magnitudes, not to the outputs."""
-    return 3e-7 * float((x.double().abs() @ dense.abs().t()).norm())
 
 
 def shapes(key: str) -> list[tuple[int, int]]:

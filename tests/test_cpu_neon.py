@@ -17,7 +17,7 @@ from torch import Tensor
 from halfbyte import reference
 from halfbyte.formats import PackedWeight, quantize
 from halfbyte.kernels.cpu import library
-from kernel_samples import KEYS, multiples, random_weight, seeded, strided
+from kernel_samples import KEYS, multiples, random_weight, seeded, slack, strided
 from native_problems import Problems, build_library, build_program
 from test_kernel_fuzz import COUNT, draw, judge, make
 
@@ -74,14 +74,13 @@ class Checks:
     ) -> None:
         self.problems.linear(x, packed, bias, threads)
         y = x.double() @ dense.t()
-        slack = 3e-7 * float((x.double().abs() @ dense.abs().t()).norm())  # sums that cancel
-        self.wanted.append((label, y if bias is None else y + bias.double(), slack))
+        self.wanted.append((label, y if bias is None else y + bias.double(), slack(x, dense)))
 
     def failures(self, outputs: list[Tensor]) -> list[str]:
         found = []
-        for out, (label, y, slack) in zip(outputs, self.wanted, strict=True):
+        for out, (label, y, allowed) in zip(outputs, self.wanted, strict=True):
             try:
-                reference.assert_within_contract(out, y, label, slack)
+                reference.assert_within_contract(out, y, label, allowed)
             except AssertionError as error:
                 found.append(str(error))
         return found

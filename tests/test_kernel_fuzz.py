@@ -19,7 +19,7 @@ from halfbyte.formats import PackedWeight
 from halfbyte.kernels import Problem, kernels
 from halfbyte.kernels.cpu import library
 from halfbyte.kernels.cpu_linear import multiply
-from kernel_samples import KEYS, multiples, random_weight
+from kernel_samples import KEYS, multiples, random_weight, slack
 
 COUNT = int(os.environ.get("HALFBYTE_FUZZ", "2000"))
 ONLY = os.environ.get("HALFBYTE_FUZZ_ONLY")
@@ -112,10 +112,9 @@ def make(case: Case) -> Made:
         bias = (whole((case.n,), generator) if case.exact else torch.randn(case.n, generator=generator)).to(case.bias)
     dense = weight.dequantize(torch.float64)
     y = x.double() @ dense.t()
-    slack = 3e-7 * float((x.double().abs() @ dense.abs().t()).norm())
     if bias is not None:
         y += bias.double()
-    return Made(weight, x, bias, y, slack)
+    return Made(weight, x, bias, y, slack(x, dense))
 
 
 def judge(case: Case, made: Made, out: Tensor, name: str) -> None:

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bitsandbytes_layers import training_step, weight_of
 from halfbyte import reference
-from halfbyte.formats import PackedWeight, get_format
 from halfbyte.integrations import bitsandbytes as switch
 
 bnb = pytest.importorskip("bitsandbytes")
@@ -62,16 +62,6 @@ def layer_of(dtype=torch.bfloat16, nested=False, bias=False, family="nf4", n=N, 
     return layer.to(dtype).to(DEVICE).eval().requires_grad_(False)
 
 
-def packed_of(layer) -> PackedWeight:
-    state = layer.weight.quant_state
-    key = f"{state.quant_type}-{state.blocksize}" + ("-nested" if state.nested else "")
-    parts = {"codes": layer.weight.data.clone().view(-1).view(torch.uint8), "absmax": state.absmax}
-    if state.nested:
-        parts |= {"nested_absmax": state.state2.absmax, "nested_quant_map": state.state2.code}
-        parts["nested_offset"] = state.offset.float()
-    return PackedWeight(get_format(key), tuple(state.shape), parts)
-
-
 def hits(operator: str = "gemm_4bit") -> int:
     return sum(count for rows in switch.status().served.get(operator, {}).values() for count in rows.values())
 
@@ -82,7 +72,7 @@ def hits(operator: str = "gemm_4bit") -> int:
 def test_linear4bit(dtype, nested, bias):
     """Within the contract for every M, nearer to float64 than bitsandbytes, every call counted, then bits as before."""
     layer = layer_of(dtype, nested, bias)
-    weight = packed_of(layer)
+    weight = weight_of(layer)
     with torch.inference_mode():
         inputs = [activations(m, dtype=dtype, seed=m) for m in ROWS]
         theirs = [layer(x) for x in inputs]
@@ -102,7 +92,7 @@ def test_linear4bit(dtype, nested, bias):
 def test_storages_shapes_and_views(family):
     for storage in (torch.uint8, torch.bfloat16, torch.float32):
         layer = layer_of(family=family, storage=storage, n=256, k=512)
-        weight = packed_of(layer)
+        weight = weight_of(layer)
         with switch.enabled(), torch.inference_mode():
             for shape in ((512,), (1, 512), (2, 3, 512), (2, 1, 3, 512)):
                 x = rand(*shape, dtype=torch.bfloat16)
@@ -124,7 +114,7 @@ def test_storages_shapes_and_views(family):
 
 def test_one_hot_rows_read_single_weights():
     layer = layer_of(n=192, k=256)
-    weight = packed_of(layer)
+    weight = weight_of(layer)
     columns = range(0, 256, 5)
     with switch.enabled(), torch.inference_mode():
         assert reference.one_hot_probe(layer, weight, torch.bfloat16, columns).worst_ulp <= 1
@@ -142,7 +132,7 @@ def test_gemv_and_dequantize():
         for m in (1, 4):
             x = activations(m)
             out = operators.gemv_4bit(x, codes, state.shape, state.absmax, state.code, state.blocksize)
-            reference.assert_within_contract(out, reference.linear(x, packed_of(layer)))
+            reference.assert_within_contract(out, reference.linear(x, weight_of(layer)))
         assert torch.equal(bnb.functional.dequantize_4bit(codes, state), before)
     assert hits("gemv_4bit") == 2
     assert "dequantize_4bit" not in switch.status().served
@@ -174,8 +164,8 @@ def test_compiled(mode, before):
             for seed in range(4):
                 x = activations(3, seed=seed)
                 out = compiled(x).clone()
-                inner = nn.functional.gelu(reference.linear(x, packed_of(layers[0]), layers[0].bias))
-                exact = reference.linear(inner.bfloat16(), packed_of(layers[1]), layers[1].bias)
+                inner = nn.functional.gelu(reference.linear(x, weight_of(layers[0]), layers[0].bias))
+                exact = reference.linear(inner.bfloat16(), weight_of(layers[1]), layers[1].bias)
                 assert reference.relative_error(out, exact) < 4 * reference.rounding_limit(exact, torch.bfloat16)
         assert hits() >= 2
         assert switch.status().fallbacks == {}
@@ -202,13 +192,13 @@ def test_cuda_graph():
                 layer.weight.data.copy_(layer_of(nested=True, n=4096, k=4096, seed=9).weight.data)
             graph.replay()
             reference.assert_within_contract(
-                out, reference.linear(static, packed_of(layer), layer.bias), f"seed {seed}"
+                out, reference.linear(static, weight_of(layer), layer.bias), f"seed {seed}"
             )
         for seed in range(6):  # eager, the copy right before the launch
             layer.weight.copy_(layer_of(nested=True, n=4096, k=4096, seed=10 + seed % 2).weight)
             eager = layer(static)
             reference.assert_within_contract(
-                eager, reference.linear(static, packed_of(layer), layer.bias), f"turn {seed}"
+                eager, reference.linear(static, weight_of(layer), layer.bias), f"turn {seed}"
             )
     assert switch.status().fallbacks == {}
 
@@ -219,17 +209,10 @@ def test_training_step():
     layer.bias.requires_grad_()
     start, upstream = activations(24), rand(24, N, dtype=torch.bfloat16, seed=9)
 
-    def step():
-        x = start.clone().requires_grad_()
-        layer.bias.grad = None
-        out = layer(x)
-        out.backward(upstream)
-        return out.detach(), x.grad, layer.bias.grad.clone()
-
-    _, x_grad, bias_grad = step()
+    _, x_grad, bias_grad = training_step(layer, start, upstream)
     with switch.enabled():
-        out, our_x_grad, our_bias_grad = step()
-    reference.assert_within_contract(out, reference.linear(start, packed_of(layer), layer.bias.detach()))
+        out, our_x_grad, our_bias_grad = training_step(layer, start, upstream)
+    reference.assert_within_contract(out, reference.linear(start, weight_of(layer), layer.bias.detach()))
     assert torch.equal(our_x_grad, x_grad)
     assert torch.equal(our_bias_grad, bias_grad)
     assert hits() == 1
@@ -239,7 +222,7 @@ def test_training_step():
 def test_optimize_and_restore(nested):
     """No memory, the same objects, exact alone and compiled and captured; beyond 64 rows bitsandbytes computes."""
     layer = layer_of(nested=nested, bias=True)
-    model, weight = nn.Sequential(layer), packed_of(layer)
+    model, weight = nn.Sequential(layer), weight_of(layer)
     objects = (layer.weight, layer.bias, layer.weight.quant_state)
     many = activations(100)
     with torch.inference_mode():

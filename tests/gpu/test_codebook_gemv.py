@@ -23,7 +23,7 @@ from halfbyte.kernels.codebook_gemv import Config
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from gemv_on_cpu import moved
-from kernel_samples import KEYS, multiples, random_weight, seeded, strided
+from kernel_samples import KEYS, multiples, random_weight, seeded, slack, strided
 
 pytestmark = [
     pytest.mark.gpu,
@@ -97,10 +97,9 @@ def apply(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor
 
 
 def check(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, label: str = "") -> None:
-    dense = weight.dequantize(torch.float64)
-    slack = 3e-7 * float((x.double().abs() @ dense.abs().t()).norm())
     y = reference.linear(x, weight, bias)
-    reference.assert_within_contract(apply(x, weight, bias), y, f"{weight.format.key} {weight.shape} {label}", slack)
+    allowed = slack(x, weight.dequantize(torch.float64))
+    reference.assert_within_contract(apply(x, weight, bias), y, f"{weight.format.key} {weight.shape} {label}", allowed)
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -197,22 +196,6 @@ def test_graph_replays_with_new_inputs_and_new_weights() -> None:
         out.fill_(torch.nan)
         graph.replay()
         reference.assert_within_contract(out, reference.linear(x, weight), f"replay {seed}")
-
-
-def test_two_streams() -> None:
-    weights = [random_weight("awq-128", 1024, 4096, seeded(seed)).to("cuda") for seed in (19, 20)]
-    xs = [torch.randn(2, 4096, generator=seeded(seed)).to("cuda", BF16) for seed in (21, 22)]
-    expected = [apply(x, weight) for x, weight in zip(xs, weights, strict=True)]
-    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-    torch.cuda.synchronize()
-    outs: list[list[Tensor]] = [[], []]
-    for _ in range(20):
-        for i, stream in enumerate(streams):
-            with torch.cuda.stream(stream):
-                outs[i].append(apply(xs[i], weights[i]))
-    torch.cuda.synchronize()
-    for i in range(2):
-        assert all(torch.equal(out, expected[i]) for out in outs[i])
 
 
 def test_the_device_is_one_that_the_kernel_declares() -> None:

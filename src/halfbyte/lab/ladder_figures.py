@@ -170,6 +170,10 @@ def _lines(axes: Any, rows: Rows, sweep: str, x: Any, y: Any, caches: Iterable[s
     return found
 
 
+def _legend_beside(axes: Any) -> None:
+    axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
 def _square(rows: Rows) -> Any:
     """Effective bandwidth against the side of a square, beside the ceilings."""
     figure, axes = _new("Square matrices, weights from memory: bytes of weights over time", rows)
@@ -185,7 +189,7 @@ def _square(rows: Rows) -> Any:
     axes.set_ylim(bottom=0)
     axes.set_xlabel("N = K")
     axes.set_ylabel("TB/s")
-    axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    _legend_beside(axes)
     return figure
 
 
@@ -209,7 +213,7 @@ def _l2(rows: Rows) -> Any:
     axes.set_xscale("log", base=2)
     axes.set_xlabel(f"bytes of the fp16 weights over the L2's {rows[0]['l2_bytes'] / 2**20:.0f} MiB")
     axes.set_ylabel("times as fast as the fp16 rung")
-    axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    _legend_beside(axes)
     return figure
 
 
@@ -226,5 +230,5 @@ def _shape(rows: Rows) -> Any:
         formatter(lambda us, _: f"{us:g}")
     axes.set_xlabel(f"K, with N × K = {chosen[0]['N'] * chosen[0]['K']:,}")
     axes.set_ylabel("µs a call")
-    axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    _legend_beside(axes)
     return figure

@@ -58,6 +58,11 @@ class Rung:
 
 _SCALE = Access("scale", "global", 16, 1, 2)
 _CODES = Access("codes", "global", 128, 1, 16)
+_TWO_ROWS = (
+    Access("codes", "global", 128, 2, 16),
+    Access("x", "shared", 128, 4, 16),
+    Access("scale", "global", 16, 2, 2),
+)
 
 RUNGS = (
     Rung(
@@ -116,11 +121,7 @@ RUNGS = (
         warps=16,
         rows=2,
         lane_weights=64,
-        accesses=(
-            Access("codes", "global", 128, 2, 16),
-            Access("x", "shared", 128, 4, 16),
-            Access("scale", "global", 16, 2, 2),
-        ),
+        accesses=_TWO_ROWS,
     ),
     Rung(
         "ladder_q4_bits",
@@ -129,11 +130,7 @@ RUNGS = (
         warps=16,
         rows=2,
         lane_weights=64,
-        accesses=(
-            Access("codes", "global", 128, 2, 16),
-            Access("x", "shared", 128, 4, 16),
-            Access("scale", "global", 16, 2, 2),
-        ),
+        accesses=_TWO_ROWS,
     ),
 )
 
