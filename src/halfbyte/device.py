@@ -13,9 +13,15 @@ DEFAULT_CACHE_BYTES = 32 << 20
 
 @cache
 def arch_of(device: torch.device) -> str:
-    """What kernels are compiled and planned for: "cpu", or a CUDA architecture such as "sm_90a" ("a": Hopper's own)."""
+    """What kernels are compiled and planned for.
+
+    "cpu"; a CUDA architecture such as "sm_90a" ("a": Hopper's own); one of AMD's such as "gfx942", whose device torch
+    calls "cuda", too; "xpu" for GPUs of Intel.
+    """
     if device.type != "cuda":
         return device.type
+    if torch.version.hip is not None:
+        return str(torch.cuda.get_device_properties(device).gcnArchName).partition(":")[0]  # then come features
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
 
@@ -24,6 +30,8 @@ def name_of(device: torch.device) -> str:
     """What the device calls itself; for a CPU with the threads that torch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
+    if device.type == "xpu":
+        return str(torch.xpu.get_device_name(device))
     name = "CPU"
     info = Path("/proc/cpuinfo")
     if info.exists():
