@@ -128,7 +128,7 @@ def weight_at(
     LAYOUT: tl.constexpr, ELEMENTS: tl.constexpr, BYTES: tl.constexpr, START: tl.constexpr, SPAN: tl.constexpr,
     HIGH_FIRST: tl.constexpr, SCALE: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr, PLUS_ONE: tl.constexpr,
 ):  # fmt: skip
-    """fp32 values of weights, each rounded once; 0 beyond [n, k].
+    """fp32 values of weights, each rounded once. Beyond [n, k] they are finite, and meet an x of 0 or are not stored.
 
     With an offset the product is exact before it is added: a code of 4 bits times a scale of at most 17.
     """
@@ -146,7 +146,7 @@ def weight_at(
         value -= six_bits(codes, rows * k + columns, inside, True)
     elif OFFSET == "half":
         value += half_at(codes, (rows * k + columns) // BLOCK * BYTES + 2, inside)
-    return tl.where(inside, value, 0.0)
+    return value
 
 
 @triton.jit
