@@ -45,6 +45,7 @@ VARIABLE = "HALFBYTE_BITSANDBYTES"  # "1": on as soon as halfbyte is imported
 STATUS_VARIABLE = "HALFBYTE_STATUS"  # "1": print the counters when the process ends
 # On a GPU bitsandbytes' own dequantize_4bit stays: halfbyte has no faster way to write a dense matrix there.
 OPERATORS = {"CPU": ("gemm_4bit", "gemv_4bit", "dequantize_4bit"), "CUDA": ("gemm_4bit", "gemv_4bit")}
+OUR_BACKENDS = ("cpu", "cuda")  # whose kernels take bitsandbytes' place; Triton's and torch's may be slower than it
 SERVED_ROWS = 64  # of x; beyond, a CPU multiplies a decoded weight, and bitsandbytes may be faster at that
 LARGE_LAYER = 1 << 23  # weights
 GATE = "support_avx512bf16_for_cpu"  # the attribute of Linear4bit that says whether to repack on this CPU
@@ -378,7 +379,7 @@ def _multiply(
         x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
     m = x.numel() // max(1, shape[1])
     kernel = weight.kernel(x.dtype, m)
-    if kernel.backend == "torch":
+    if kernel.backend not in OUR_BACKENDS:
         key = weight.packed.format.key
         raise _Unserved(f"no kernel for {key} with x in {x.dtype}, M {bucket(m)}, on {x.device.type}")
     if m > SERVED_ROWS and decoding_is_faster(kernel.backend, x.dtype, shape):

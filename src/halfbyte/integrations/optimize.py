@@ -27,7 +27,7 @@ from ..kernels.registry import DTYPES
 from ..nn import QuantLinear
 from ..ops import linear_op
 from ..plan import plan
-from .bitsandbytes import SERVED_ROWS, decoding_is_faster, format_key, put_back, raw_parts
+from .bitsandbytes import OUR_BACKENDS, SERVED_ROWS, decoding_is_faster, format_key, put_back, raw_parts
 
 KNOWN = (Linear4bit, LinearNF4, LinearFP4)  # their forward is the one that is replaced
 MOST_ROWS = 1 << 20  # no more rows of x than these are asked about
@@ -124,7 +124,9 @@ def _most_rows(key: str, dtype: torch.dtype, n: int, k: int, device: torch.devic
 
     def serves(m: int) -> bool:
         kernel = plan(Problem(get_format(key), dtype, m, n, k, arch_of(device))).kernel
-        return kernel.backend != "torch" and (m <= SERVED_ROWS or not decoding_is_faster(kernel.backend, dtype, (n, k)))
+        return kernel.backend in OUR_BACKENDS and (
+            m <= SERVED_ROWS or not decoding_is_faster(kernel.backend, dtype, (n, k))
+        )
 
     fewest, most = 0, MOST_ROWS
     if serves(most):
