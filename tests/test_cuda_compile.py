@@ -1,4 +1,4 @@
-"""Every CUDA kernel compiles for each architecture it declares, with hardly any local memory and the widths meant."""
+"""Every CUDA kernel compiles for each architecture it declares, without local memory and with the widths meant."""
 
 from __future__ import annotations
 
@@ -37,6 +37,8 @@ CASES = [
     ("nf4", BF16, 1, 16384, 16384, True, False),
     ("nf4-64-nested", FP32, 8, 4096, 4096, False, True),
 ]
+# stores one number before the main loop and loads it once in it, of some 600 instructions
+ONE_SPILL = (("nf4", BF16, 4, 16384, 16384, False, False), "sm_90a")
 
 
 @pytest.fixture(autouse=True)
@@ -58,11 +60,10 @@ def macros(case: tuple[Any, ...], arch: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("arch", codebook_mma.ARCHITECTURES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
-def test_hardly_any_local_memory_and_the_widths_meant(case: tuple[Any, ...], arch: str) -> None:
+def test_no_local_memory_and_the_widths_meant(case: tuple[Any, ...], arch: str) -> None:
     code = sass.disassemble(nvrtc.compile("codebook_mma", arch, macros(case, arch)))
     loop = sass.count(code.main_loop())
-    assert sum(loop[name] for name in loop if name.startswith(("LDL", "STL"))) <= 1, "of some 600 instructions"
-    assert len(code.local_memory()) <= 4, "a number or two kept through the main loop"
+    assert len(code.local_memory()) <= (2 if (case, arch) == ONE_SPILL else 0)
     tiles, terms = macros(case, arch)["TILES"], macros(case, arch)["TERMS"]
     assert loop["HMMA"] >= 4 * tiles * terms
     if tiles > 1:  # with one, the compiler may lay the end of a pass into the loop

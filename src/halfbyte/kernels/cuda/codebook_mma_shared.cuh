@@ -29,11 +29,6 @@ DEVICE void sts128(u32 address, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
-// From the cache that all multiprocessors share: x may have been written while this block was already there.
-DEVICE void ldg128(const void* from, u32& a, u32& b, u32& c, u32& d) {
-    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "l"(from));
-}
-
 // Read anew each time, so that nothing of them is kept in registers through the main loop.
 DEVICE int this_thread() {
     int t;
