@@ -27,6 +27,17 @@ class Adapter:
     b: Tensor
     scaling: float = 1.0
 
+    @classmethod
+    def lora(cls, a: Tensor, b: Tensor, alpha: float, rank_stabilized: bool = False) -> Adapter:
+        """Scaled as LoRA is, by alpha / rank (Hu et al., arXiv 2106.09685), or as rsLoRA, by alpha / sqrt(rank)
+        (Kalajdzievski, arXiv 2312.03732)."""
+        return cls(a, b, alpha / (a.shape[0] ** 0.5 if rank_stabilized else a.shape[0]))
+
+    @property
+    def rank(self) -> int:
+        """Rows of a."""
+        return self.a.shape[0]
+
 
 def linear(
     x: Tensor,
@@ -37,8 +48,10 @@ def linear(
 ) -> Tensor:
     """x [..., K] times the weight's transpose, plus bias [N], plus each row's adapter; float64 [..., N].
 
-    index: integers [...] that name each row's adapter, -1 for none; by default every row takes adapter 0 if there is
-    one. Decodes the weight in chunks of rows, so that a large one needs little memory.
+    y_i = W x_i + bias + scaling_a * B_a (A_a x_i) with a = index[i]. index: integers that name each row's adapter, -1
+    for none, in the shape of x's leading dimensions or of the first of them ([batch] for x [batch, tokens, K]); by
+    default every row takes adapter 0 if there is one. Decodes the weight in chunks of rows, so that a large one needs
+    little memory.
     """
     n, k = weight.shape
     rows = x.reshape(-1, k).double()
@@ -49,7 +62,10 @@ def linear(
         out[:, chunk] = rows @ weight.dequantize(torch.float64, chunk).t()
     if bias is not None:
         out += bias.double()
-    chosen = torch.zeros(rows.shape[0], dtype=torch.int64) if index is None else index.reshape(-1).to("cpu")
+    chosen = torch.zeros(rows.shape[0], dtype=torch.int64)
+    if index is not None:
+        missing = (1,) * (x.dim() - 1 - index.dim())
+        chosen = index.reshape(*index.shape, *missing).expand(x.shape[:-1]).reshape(-1).to("cpu")
     for number, adapter in enumerate(adapters):
         mine = (chosen == number).to(x.device)
         shrunk = rows[mine] @ adapter.a.double().t()

@@ -22,13 +22,13 @@ from ..formats.codecs import (
     NestedScale,
     RecordHalf,
 )
+from .adapters import DTYPE_NUMBERS, expand_on_cpu
 from .cpu import Library, library
 from .cpu.loading import CallStruct, WeightStruct
-from .registry import DTYPES, Kernel, Problem, register
+from .registry import DTYPES, Expand, Kernel, Problem, register
 
 DIRECT_M = 64  # rows of x that the kernels multiply themselves
 TILE_VALUES = 1 << 22  # decoded values held at once beyond that
-DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CACHED_WEIGHTS = 4096
 
 
@@ -39,12 +39,29 @@ def run(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor) -> No
     multiply(loaded, loaded.isa, x, weight, bias, out)
 
 
+def run_adapters(x: Tensor, weight: PackedWeight, bias: Tensor | None, expand: Expand, out: Tensor) -> None:
+    """See registry.RunAdapters: what adapters add is, with the bias, a bias of each row's own."""
+    loaded = library()
+    assert loaded is not None
+    rows = expand_on_cpu(loaded, loaded.isa, expand, bias, out.shape[1])
+    multiply(loaded, loaded.isa, x, weight, rows, out)
+    index = expand.index
+    if index is None or x.shape[0] <= DIRECT_M or not _splits(x):
+        return
+    plain = index < 0
+    if bool(plain.any()):  # their bits are those of the other way to multiply many rows
+        base = torch.empty_like(out)
+        multiply(loaded, loaded.isa, x, weight, bias, base)
+        out[plain] = base[plain]
+
+
 def multiply(
     loaded: Library, isa: int, x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, threads: int = 0
 ) -> None:
     """out [M, N] = x [M, K] times the weight's transpose, plus bias, on one instruction set of the library.
 
-    threads: 0 for torch's number. Raises MemoryError where scratch memory ran out.
+    bias: [N], or contiguous fp32 [M, N]. threads: 0 for torch's number. Raises MemoryError where scratch memory ran
+    out.
     """
     m = x.shape[0]
     if m == 0:
@@ -63,6 +80,7 @@ def multiply(
         DTYPE_NUMBERS[x.dtype],
         0 if bias is None else DTYPE_NUMBERS[bias.dtype],
         threads,
+        0 if bias is None or bias.dim() == 1 else bias.stride(0),
     )
     if loaded.linear(isa, ctypes.byref(weight_struct(weight)), ctypes.byref(call)):
         raise MemoryError(f"no memory for the activations of a layer [{out.shape[1]}, {x.shape[1]}] with M = {m}")
@@ -156,7 +174,7 @@ def _multiply_tiles(
     loaded: Library, isa: int, x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, threads: int
 ) -> None:
     """Large M: tiles of rows of the weight decoded by the library, multiplied by torch."""
-    if x.dtype == torch.bfloat16 and _fast_bf16() and _ordinary(x):
+    if (bias is None or bias.dim() == 1) and _splits(x):
         _multiply_split_tiles(loaded, isa, x, weight, bias, out, threads)
         return
     n, k = weight.shape
@@ -168,7 +186,7 @@ def _multiply_tiles(
         _decode(loaded, isa, weight, start, tile[: stop - start], threads)
         y = wide @ tile[: stop - start].t()
         if bias is not None:
-            y += bias[start:stop]
+            y += bias[..., start:stop]
         out[:, start:stop] = y
 
 
@@ -206,6 +224,11 @@ def _decode(loaded: Library, isa: int, weight: PackedWeight, start: int, tile: T
 
 def _tile_rows(columns: int) -> int:
     return max(16, TILE_VALUES // columns // 16 * 16)
+
+
+def _splits(x: Tensor) -> bool:
+    """Whether many rows are multiplied by two bf16 terms a weight; their one rounding leaves no place for adapters."""
+    return x.dtype == torch.bfloat16 and _fast_bf16() and _ordinary(x)
 
 
 def _ordinary(x: Tensor) -> bool:
@@ -252,6 +275,7 @@ register(
         supports=supports,
         cost=cost,
         run=run,
+        run_adapters=run_adapters,
         batch_invariant_to=DIRECT_M,
     )
 )

@@ -5,20 +5,26 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..formats import PackedWeight
-from .registry import Kernel, Problem, register
+from .adapters import expand_with_torch
+from .registry import Expand, Kernel, Problem, register
 
 CHUNK_VALUES = 1 << 22  # decoded values held at once: 16 MiB of fp32
 
 
 def run(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor) -> None:
-    """See registry.Run."""
+    """See registry.Run; bias may also be fp32 [M, N]."""
     n, k = weight.shape
     wide = x.float()
     step = max(1, CHUNK_VALUES // k)
     for start in range(0, n, step):
         rows = slice(start, min(n, start + step))
         y = wide @ weight.dequantize(rows=rows).t()
-        out[:, rows] = y if bias is None else y + bias[rows].float()
+        out[:, rows] = y if bias is None else y + bias[..., rows].float()
+
+
+def run_adapters(x: Tensor, weight: PackedWeight, bias: Tensor | None, expand: Expand, out: Tensor) -> None:
+    """See registry.RunAdapters."""
+    run(x, weight, expand_with_torch(expand, bias, out.shape[1]), out)
 
 
 def cost(problem: Problem) -> float:
@@ -34,5 +40,6 @@ register(
         supports=lambda problem: None,
         cost=cost,
         run=run,
+        run_adapters=run_adapters,
     )
 )

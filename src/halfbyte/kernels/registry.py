@@ -29,8 +29,26 @@ class Problem:
     arch: str = "cpu"
 
 
+@dataclass(frozen=True, eq=False)
+class Expand:
+    """What adapters add to the rows of a multiply: scalings[slot] * B[slot] @ (their columns of `shrunk`).
+
+    shrunk: fp32 [M, width], each row's A x. b: flat; a slot's B is [N, stride] from element first * N on. table: int32
+    [slots, 4]: the slot's first column of `shrunk`, rank, first, stride. scalings: fp32 [slots]. index: int32 [M], each
+    row's slot, -1 for none; None where all rows take slot 0.
+    """
+
+    shrunk: Tensor
+    b: Tensor
+    table: Tensor
+    scalings: Tensor
+    index: Tensor | None
+
+
 # x [M, K] with unit stride along K; the weight; bias [N] of x's dtype or fp32, or None; contiguous out [M, N]
 Run = Callable[[Tensor, PackedWeight, Tensor | None, Tensor], None]
+# as Run, with what adapters add before the one rounding
+RunAdapters = Callable[[Tensor, PackedWeight, Tensor | None, Expand, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -39,6 +57,7 @@ class Kernel:
 
     supports: the reason why it cannot serve a problem, or None where it can. cost: predicted seconds of a call.
     run: writes `out`; its inputs are already validated. describe: its configuration for a problem, in words.
+    run_adapters: `run` with adapters, where the kernel folds them in; rows without an adapter have the bits of `run`.
     """
 
     name: str
@@ -50,6 +69,7 @@ class Kernel:
     deterministic: bool = True
     batch_invariant_to: int = 0  # the largest M for which a row's bits do not depend on M
     describe: Callable[[Problem], str] | None = None
+    run_adapters: RunAdapters | None = field(default=None, repr=False)
 
 
 _KERNELS: dict[str, Kernel] = {}

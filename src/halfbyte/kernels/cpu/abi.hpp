@@ -50,13 +50,38 @@ struct HbWeight {
 };
 
 // One multiply: out [m, n] = x [m, k] (unit stride along k, any stride between rows) times the weight's transpose,
-// plus bias [n] if there is one.
+// plus, if there is one, bias [n], or with a bias_stride a bias [m, n]: what adapters add.
 struct HbCall {
     const void *x;
     const void *bias;
     void *out;
     int64_t m, x_stride, out_stride;  // strides in elements
     int32_t dtype, bias_dtype, threads;
+    int64_t bias_stride;  // elements between the biases of two rows of x; 0: one bias for all
+};
+
+// LoRA adapters, first half: h [m, width] = the rows of A that belong to each row's adapter, times x. Sums in fp32.
+struct HbShrink {
+    const void *x;         // [m, k], as in HbCall
+    const void *a;         // rows of k elements
+    const int32_t *spans;  // [slots][2]: an adapter's first row in `a`, and how many
+    const int32_t *index;  // [m]: each row's slot, -1 for none; null: slot 0 for all
+    float *h;              // zero where an adapter has fewer rows than width
+    int64_t m, k, x_stride, width, slots, rows_of_a;
+    int32_t dtype, a_dtype, threads;
+};
+
+// Second half: out [m, n] = bias + scaling * B h, B [n, rank] of each row's adapter; the bias alone where there is none.
+struct HbExpand {
+    const float *h;        // [m, width]
+    const void *b;         // an adapter's B is [n, stride], from element first * n on
+    const int32_t *table;  // [slots][4]: the first column of h, rank, first, stride
+    const float *scalings; // [slots]
+    const int32_t *index;  // as in HbShrink
+    const void *bias;      // [n], or null
+    float *out;
+    int64_t m, n, width, slots, elements_of_b;
+    int32_t b_dtype, bias_dtype, threads;
 };
 
 }  // extern "C"

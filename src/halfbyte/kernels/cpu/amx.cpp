@@ -35,8 +35,18 @@ void decode(const HbWeight &weight, int64_t row, int64_t rows, void *out, int64_
 
 int64_t decode_floats(const HbWeight &weight, int64_t rows) { return avx512_isa.decode_floats(weight, rows); }
 
+void shrink(const Adapters &job, int64_t segment, int64_t from, int64_t to, float *scratch) {
+    avx512_isa.shrink(job, segment, from, to, scratch);
+}
+
+void expand(const Adapters &job, int64_t task, float *scratch) { avx512_isa.expand(job, task, scratch); }
+
+void widen(const void *numbers, int64_t start, int32_t dtype, int64_t k, int64_t padded, float *out) {
+    avx512_isa.widen(numbers, start, dtype, k, padded, out);
+}
+
 }  // namespace
 
-const Isa amx_isa = {"amx", plan, prepare, run, decode, decode_floats};
+const Isa amx_isa = {"amx", plan, prepare, run, decode, decode_floats, shrink, expand, widen};
 
 }  // namespace halfbyte

@@ -1,6 +1,8 @@
 // The library's functions: choose an instruction set, plan a call, share it among threads.
+#include <algorithm>
 #include <cstring>
 #include <new>
+#include <vector>
 
 #include "job.hpp"
 #include "threads.hpp"
@@ -82,9 +84,12 @@ void run_task(void *context, int64_t task) {
 #define HB_EXPORT extern "C" __attribute__((visibility("default")))
 
 // Raised whenever a struct of abi.hpp changes.
-HB_EXPORT int32_t hb_abi_version() { return 1; }
+HB_EXPORT int32_t hb_abi_version() { return 2; }
 
-HB_EXPORT int32_t hb_struct_bytes(int32_t which) { return which ? sizeof(HbCall) : sizeof(HbWeight); }
+HB_EXPORT int32_t hb_struct_bytes(int32_t which) {
+    constexpr int32_t sizes[] = {sizeof(HbWeight), sizeof(HbCall), sizeof(HbShrink), sizeof(HbExpand)};
+    return sizes[which];
+}
 
 // The OpenMP runtime to run on, and what was set; null for threads of our own.
 HB_EXPORT void hb_set_gomp(void *gomp_parallel) { set_gomp(gomp_parallel); }
@@ -141,6 +146,134 @@ HB_EXPORT int32_t hb_decode(int32_t isa, const HbWeight *weight, int64_t row, in
     try {
         Decode context{isas[isa], weight, out, row, rows, stride, 16, split != 0};
         parallel(threads, (rows + context.step - 1) / context.step, decode_task, &context);
+        return 0;
+    } catch (const std::bad_alloc &) {
+        return 1;
+    }
+}
+
+namespace {
+constexpr int64_t SHRINK_ROWS = 64, SHRINK_STEP = 4;  // rows of x a block; rows of A a task
+
+// The rows of x by slot. A slot out of range is the caller's mistake: hb_shrink and hb_expand return 2.
+struct Order {
+    std::vector<int64_t> rows;
+    std::vector<Segment> segments;
+    bool valid = true;
+
+    Order(const int32_t *index, int64_t m, int64_t slots) {
+        for (int64_t i = 0; i < m; ++i) {
+            const int32_t slot = index ? index[i] : 0;
+            valid &= slot >= -1 && slot < slots;
+            if (slot >= 0) rows.push_back(i);
+        }
+        if (!valid) return;
+        if (index)
+            std::stable_sort(rows.begin(), rows.end(), [&](int64_t a, int64_t b) { return index[a] < index[b]; });
+        for (int64_t at = 0; at < int64_t(rows.size()); ++at) {
+            const int32_t slot = index ? index[rows[at]] : 0;
+            if (segments.empty() || segments.back().slot != slot) segments.push_back({slot, at, at});
+            segments.back().end = at + 1;
+        }
+    }
+};
+
+struct ShrinkTask {
+    int64_t segment, from, to;
+};
+
+struct Shrinking {
+    const Isa *isa;
+    Adapters job;
+    const ShrinkTask *tasks;
+};
+
+void widen_task(void *context, int64_t i) {
+    const auto &c = *static_cast<Shrinking *>(context);
+    const HbShrink &s = *c.job.shrink;
+    c.isa->widen(s.x, c.job.rows[c.job.first + i] * s.x_stride, s.dtype, s.k, c.job.padded, c.job.x + i * c.job.padded);
+}
+
+void shrink_task(void *context, int64_t i) {
+    const auto &c = *static_cast<Shrinking *>(context);
+    const ShrinkTask &task = c.tasks[i];
+    c.isa->shrink(c.job, task.segment, task.from, task.to, thread_floats(1, c.job.padded));
+}
+
+struct Expanding {
+    const Isa *isa;
+    Adapters job;
+    int64_t floats;
+};
+
+void expand_task(void *context, int64_t i) {
+    const auto &c = *static_cast<Expanding *>(context);
+    c.isa->expand(c.job, i, thread_floats(1, c.floats));
+}
+
+int threads_for(int64_t work, int threads) { return work < ALONE ? 1 : threads; }
+}  // namespace
+
+// 0; 1 where memory ran out; 2 where the index names a slot that does not exist, 3 where a slot that is used does not lie
+// within the tensors.
+HB_EXPORT int32_t hb_shrink(int32_t isa, const HbShrink *call) {
+    try {
+        const HbShrink &s = *call;
+        const Order order(s.index, s.m, s.slots);
+        if (!order.valid) return 2;
+        for (const Segment &each : order.segments) {
+            const int64_t row = s.spans[2 * each.slot], rows = s.spans[2 * each.slot + 1];
+            if (row < 0 || rows < 0 || rows > s.width || row + rows > s.rows_of_a) return 3;
+        }
+        std::memset(s.h, 0, s.m * s.width * 4);
+        const int64_t padded = (s.k + 63) / 64 * 64, places = order.rows.size();
+        for (int64_t first = 0; first < places; first += SHRINK_ROWS) {
+            const int64_t end = std::min(places, first + SHRINK_ROWS);
+            std::vector<Segment> segments;
+            std::vector<ShrinkTask> tasks;
+            int64_t work = 0;
+            for (const Segment &each : order.segments) {
+                const Segment cut{each.slot, std::max(each.begin, first), std::min(each.end, end)};
+                if (cut.begin >= cut.end) continue;
+                const int64_t rows = s.spans[2 * each.slot + 1];
+                for (int64_t j = 0; j < rows; j += SHRINK_STEP)
+                    tasks.push_back({int64_t(segments.size()), j, std::min(rows, j + SHRINK_STEP)});
+                work += rows * s.k * (cut.end - cut.begin + 1);
+                segments.push_back(cut);
+            }
+            Adapters job{call, nullptr, order.rows.data(), segments.data(), int64_t(segments.size()),
+                         thread_floats(0, (end - first) * padded), first, padded};
+            Shrinking context{isas[isa], job, tasks.data()};
+            const int threads = threads_for(work, s.threads);
+            parallel(threads, end - first, widen_task, &context);
+            parallel(threads, tasks.size(), shrink_task, &context);
+        }
+        return 0;
+    } catch (const std::bad_alloc &) {
+        return 1;
+    }
+}
+
+// As hb_shrink.
+HB_EXPORT int32_t hb_expand(int32_t isa, const HbExpand *call) {
+    try {
+        const HbExpand &e = *call;
+        const Order order(e.index, e.m, e.slots);
+        if (!order.valid) return 2;
+        int64_t most = 0, work = e.m * e.n;
+        for (const Segment &each : order.segments) {
+            const int32_t *entry = e.table + 4 * each.slot;
+            const int64_t column = entry[0], rank = entry[1], first = entry[2], stride = entry[3];
+            if (column < 0 || rank < 0 || first < 0 || stride < rank || column + rank > e.width ||
+                (first + stride) * e.n > e.elements_of_b)
+                return 3;
+            most = std::max(most, rank);
+            work += e.n * rank * (each.end - each.begin + 8);
+        }
+        const int64_t count = order.segments.size();
+        Adapters job{nullptr, call, order.rows.data(), order.segments.data(), count, nullptr, 0, 0};
+        Expanding context{isas[isa], job, (most + 1) * EXPAND_COLUMNS};
+        parallel(threads_for(work, e.threads), (e.n + EXPAND_COLUMNS - 1) / EXPAND_COLUMNS, expand_task, &context);
         return 0;
     } catch (const std::bad_alloc &) {
         return 1;

@@ -138,10 +138,9 @@ template <int M> void strip_block(const Job &job, const Strip &strip, int64_t st
         for (int lane = 0; lane < Simd::LANES; ++lane) {
             const int64_t column = strip.column(v, lane), n = strip.first + column;
             if (column >= strip.count) continue;
-            const float bias = call.bias ? load_float(call.bias, n, call.bias_dtype) : 0;
             for (int m = 0; m < M && start + m < call.m; ++m) {
-                const float y = totals[(v * M + m) * Simd::LANES + lane] * job.factor[start + m] + bias;
-                store_float(call.out, (start + m) * call.out_stride + n, y, call.dtype);
+                const float y = totals[(v * M + m) * Simd::LANES + lane] * job.factor[start + m];
+                store_float(call.out, (start + m) * call.out_stride + n, y + bias_at(call, start + m, n), call.dtype);
             }
         }
 }

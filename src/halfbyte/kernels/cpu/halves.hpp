@@ -101,6 +101,10 @@ HB_INLINE void store_float(void *to, int64_t index, float value, int32_t dtype) 
     std::memcpy(static_cast<char *>(to) + index * 2, &half, 2);
 }
 
+HB_INLINE float bias_at(const HbCall &call, int64_t row_of_x, int64_t n) {
+    return call.bias ? load_float(call.bias, row_of_x * call.bias_stride + n, call.bias_dtype) : 0;
+}
+
 HB_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 HB_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 HB_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

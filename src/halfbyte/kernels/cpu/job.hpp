@@ -31,6 +31,23 @@ struct Job {
     int64_t x_floats, scratch_floats;
 };
 
+// Rows of x that name the same slot: places [begin, end) of the rows in order of their slots.
+struct Segment {
+    int32_t slot;
+    int64_t begin, end;
+};
+
+// A planned HbShrink or HbExpand.
+struct Adapters {
+    const HbShrink *shrink;
+    const HbExpand *expand;
+    const int64_t *rows;      // the rows of x, in order of their slots; those without an adapter are not among them
+    const Segment *segments;
+    int64_t count;            // of segments
+    float *x;                 // shrink: the block's rows as fp32, each `padded` long
+    int64_t first, padded;    // shrink: the block's first place in `rows`
+};
+
 struct Isa {
     const char *name;
     void (*plan)(Job &job);                                      // path, panel, tasks and sizes
@@ -40,7 +57,12 @@ struct Isa {
     void (*decode)(const HbWeight &weight, int64_t row, int64_t rows, void *out, int64_t stride, bool split,
                    float *scratch);
     int64_t (*decode_floats)(const HbWeight &weight, int64_t rows);
+    void (*shrink)(const Adapters &job, int64_t segment, int64_t from, int64_t to, float *scratch);  // rows of A
+    void (*expand)(const Adapters &job, int64_t task, float *scratch);  // EXPAND_COLUMNS outputs of every row
+    void (*widen)(const void *numbers, int64_t start, int32_t dtype, int64_t k, int64_t padded, float *out);
 };
+
+constexpr int64_t EXPAND_COLUMNS = 64;
 
 extern const Isa portable_isa, neon_isa, avx2_isa, avx512_isa, amx_isa;
 

@@ -1,5 +1,6 @@
 // An instruction set's kernels behind the functions of Isa: include after its simd_*.hpp, with HB_ISA defined.
 #pragma once
+#include "adapters.hpp"
 #include "columns.hpp"
 #include "panel.hpp"
 #include "prepare.hpp"
@@ -35,16 +36,6 @@ inline void plan(Job &job) {
     job.tasks = ceil_div(w.n, job.panel);
 }
 
-// Sums by lane over k, four chains at a time.
-inline float dot(const float *a, const float *b, int64_t padded) {
-    Simd::F sums[4] = {Simd::zero(), Simd::zero(), Simd::zero(), Simd::zero()};
-    for (int64_t i = 0; i < padded; i += 4 * Simd::LANES)
-        for (int j = 0; j < 4; ++j)
-            sums[j] = Simd::mul_add(Simd::load(a + i + j * Simd::LANES), Simd::load(b + i + j * Simd::LANES), sums[j]);
-    const Simd::F one = Simd::set(1);
-    return Simd::sum(Simd::mul_add(one, Simd::mul_add(one, sums[0], sums[1]), Simd::mul_add(one, sums[2], sums[3])));
-}
-
 inline void run_rows(const Job &job, int64_t task, float *scratch) {
     const HbWeight &w = *job.weight;
     const HbCall &call = *job.call;
@@ -52,10 +43,9 @@ inline void run_rows(const Job &job, int64_t task, float *scratch) {
     for (int64_t i = w.k; i < padded; ++i) scratch[i] = 0;
     for (int64_t n = task * job.panel; n < end; ++n) {
         decode_rows(w, n, 1, scratch, padded, scratch + padded);
-        const float bias = call.bias ? load_float(call.bias, n, call.bias_dtype) : 0;
         for (int64_t m = 0; m < call.m; ++m)
-            store_float(call.out, m * call.out_stride + n, dot(scratch, job.x + m * padded, padded) * job.factor[m] + bias,
-                        call.dtype);
+            store_float(call.out, m * call.out_stride + n,
+                        dot(scratch, job.x + m * padded, padded) * job.factor[m] + bias_at(call, m, n), call.dtype);
     }
 }
 
@@ -69,12 +59,11 @@ inline void run_special(const Job &job, int64_t task, float *scratch) {
     const int64_t end = smaller(w.n, (task + 1) * job.panel);
     for (int64_t n = task * job.panel; n < end; ++n) {
         decode_rows(w, n, 1, scratch, w.k, scratch + w.k);
-        const float bias = call.bias ? load_float(call.bias, n, call.bias_dtype) : 0;
         for (int64_t m = 0; m < call.m; ++m) {
             if (!job.special[m]) continue;
             float y = 0;
             for (int64_t k = 0; k < w.k; ++k) y += scratch[k] * load_float(call.x, m * call.x_stride + k, call.dtype);
-            store_float(call.out, m * call.out_stride + n, y + bias, call.dtype);
+            store_float(call.out, m * call.out_stride + n, y + bias_at(call, m, n), call.dtype);
         }
     }
 }
@@ -90,5 +79,7 @@ inline void run(const Job &job, int64_t task, float *scratch) {
 
 #define HB_DEFINE_ISA(isa)                                                                                   \
     namespace halfbyte {                                                                                     \
-    const Isa isa##_isa = {#isa, HB_ISA::plan, HB_ISA::prepare, HB_ISA::run, HB_ISA::decode, HB_ISA::decode_floats}; \
+    const Isa isa##_isa = {#isa,           HB_ISA::plan,          HB_ISA::prepare,     HB_ISA::run,                \
+                           HB_ISA::decode, HB_ISA::decode_floats, HB_ISA::shrink_task, HB_ISA::expand_task,        \
+                           HB_ISA::widen_row};                                                                     \
     }

@@ -13,7 +13,7 @@ from threading import Lock
 import torch
 
 NAME = "halfbyte_cpu.so"
-ABI_VERSION = 1
+ABI_VERSION = 2
 ISA_VARIABLE = "HALFBYTE_CPU_ISA"
 
 
@@ -61,7 +61,54 @@ class CallStruct(ctypes.Structure):
         ("dtype", ctypes.c_int32),
         ("bias_dtype", ctypes.c_int32),
         ("threads", ctypes.c_int32),
+        ("bias_stride", ctypes.c_int64),
     )
+
+
+class ShrinkStruct(ctypes.Structure):
+    """HbShrink: what adapters make of x."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("a", ctypes.c_void_p),
+        ("spans", ctypes.c_void_p),
+        ("index", ctypes.c_void_p),
+        ("h", ctypes.c_void_p),
+        ("m", ctypes.c_int64),
+        ("k", ctypes.c_int64),
+        ("x_stride", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+        ("slots", ctypes.c_int64),
+        ("rows_of_a", ctypes.c_int64),
+        ("dtype", ctypes.c_int32),
+        ("a_dtype", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+    )
+
+
+class ExpandStruct(ctypes.Structure):
+    """HbExpand: what adapters add to the outputs."""
+
+    _fields_ = (
+        ("h", ctypes.c_void_p),
+        ("b", ctypes.c_void_p),
+        ("table", ctypes.c_void_p),
+        ("scalings", ctypes.c_void_p),
+        ("index", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("m", ctypes.c_int64),
+        ("n", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+        ("slots", ctypes.c_int64),
+        ("elements_of_b", ctypes.c_int64),
+        ("b_dtype", ctypes.c_int32),
+        ("bias_dtype", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+    )
+
+
+STRUCTS = (WeightStruct, CallStruct, ShrinkStruct, ExpandStruct)
 
 
 class Library:
@@ -78,8 +125,10 @@ class Library:
             *(ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64),
             *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32),
         )
-        sizes = (handle.hb_struct_bytes(0), handle.hb_struct_bytes(1))
-        if handle.hb_abi_version() != ABI_VERSION or sizes != (ctypes.sizeof(WeightStruct), ctypes.sizeof(CallStruct)):
+        handle.hb_shrink.argtypes = handle.hb_expand.argtypes = (ctypes.c_int32, ctypes.c_void_p)
+        if handle.hb_abi_version() != ABI_VERSION or any(
+            handle.hb_struct_bytes(i) != ctypes.sizeof(struct) for i, struct in enumerate(STRUCTS)
+        ):
             raise OSError(f"{path} was built from another version of halfbyte; rebuild it")
         gomp = _gomp_parallel()
         if gomp is not None:
@@ -87,6 +136,8 @@ class Library:
         self.shares_torch_threads = gomp is not None
         self.linear = handle.hb_linear
         self.decode = handle.hb_decode
+        self.shrink = handle.hb_shrink
+        self.expand = handle.hb_expand
         names = [handle.hb_isa_name(i).decode() for i in range(handle.hb_isa_count())]
         self.isas = {name: i for i, name in enumerate(names) if handle.hb_isa_available(i)}
         self.compiled: tuple[str, ...] = tuple(names)

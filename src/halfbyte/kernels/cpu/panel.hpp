@@ -98,11 +98,10 @@ struct Panel {
         const HbCall &call = *job.call;
         for (int64_t r = 0; r < count; ++r) {
             const int64_t row = first + r;
-            const float bias = call.bias ? load_float(call.bias, row, call.bias_dtype) : 0;
             for (int m = 0; m < rows_of_x && start + m < call.m; ++m) {
                 const float y = Simd::sum(Simd::load(sums + (r * rows_of_x + m) * Simd::LANES));
-                store_float(call.out, (start + m) * call.out_stride + row, y * job.factor[start + m] + bias,
-                            call.dtype);
+                store_float(call.out, (start + m) * call.out_stride + row,
+                            y * job.factor[start + m] + bias_at(call, start + m, row), call.dtype);
             }
         }
     }

@@ -5,14 +5,13 @@
 
 namespace halfbyte::HB_ISA {
 
-// A row of x as fp32, zeros up to `padded`. Returns the bits of its largest magnitude.
-inline uint32_t widen(const HbCall &call, int64_t row, int64_t k, int64_t padded, float *out) {
-    const int64_t size = call.dtype == HB_FP32 ? 4 : 2;
-    const uint8_t *from = bytes(call.x) + row * call.x_stride * size;
+// k numbers as fp32, from element `start` on, then zeros up to `padded`.
+inline void widen_row(const void *numbers, int64_t start, int32_t dtype, int64_t k, int64_t padded, float *out) {
+    const uint8_t *from = bytes(numbers) + start * (dtype == HB_FP32 ? 4 : 2);
     int64_t i = 0;
-    if (call.dtype == HB_FP32) {
+    if (dtype == HB_FP32) {
         std::memcpy(out, from, k * 4);
-    } else if (call.dtype == HB_BF16) {
+    } else if (dtype == HB_BF16) {
         for (; i < k; ++i) out[i] = bf16_to_float(read<uint16_t>(from + i * 2));
     } else {
 #if defined(__F16C__)
@@ -21,12 +20,17 @@ inline uint32_t widen(const HbCall &call, int64_t row, int64_t k, int64_t padded
 #endif
         for (; i < k; ++i) out[i] = fp16_to_float(read<uint16_t>(from + i * 2));
     }
+    for (i = k; i < padded; ++i) out[i] = 0;
+}
+
+// A row of x as fp32, zeros up to `padded`. Returns the bits of its largest magnitude.
+inline uint32_t widen(const HbCall &call, int64_t row, int64_t k, int64_t padded, float *out) {
+    widen_row(call.x, row * call.x_stride, call.dtype, k, padded, out);
     uint32_t most = 0;
-    for (i = 0; i < k; ++i) {
+    for (int64_t i = 0; i < k; ++i) {
         const uint32_t magnitude = as_bits(out[i]) & 0x7FFFFFFF;
         most = magnitude > most ? magnitude : most;
     }
-    for (i = k; i < padded; ++i) out[i] = 0;
     return most;
 }
 

@@ -267,9 +267,8 @@ struct TilePanel {
         for (int64_t m = 0; m < call.m; ++m)
             for (int64_t r = 0; r < panel.count; ++r) {
                 const int64_t row = panel.first + r;
-                const float bias = call.bias ? load_float(call.bias, row, call.bias_dtype) : 0;
-                const float y = sums[(m / 16 * PANEL_ROWS + r) * 16 + m % 16] * job.factor[m] + bias;
-                store_float(call.out, m * call.out_stride + row, y, HB_BF16);
+                const float y = sums[(m / 16 * PANEL_ROWS + r) * 16 + m % 16] * job.factor[m];
+                store_float(call.out, m * call.out_stride + row, y + bias_at(call, m, row), HB_BF16);
             }
     }
 
