@@ -36,6 +36,7 @@ from torch._C import DispatchKeySet
 from .. import __version__
 from ..counters import bucket, counts, logger
 from ..formats.table import BNB_BLOCKSIZES, FP4, NF4
+from ..kernels import Kernel
 from ..kernels.cpu import library
 from ..kernels.cpu_decode import decode
 from ..kernels.registry import DTYPES
@@ -100,7 +101,7 @@ class Status:
         return "\n".join(lines)
 
 
-class _Unserved(Exception):
+class Unserved(Exception):
     """A call that goes to bitsandbytes; the message is the reason that `status` shows."""
 
 
@@ -224,17 +225,12 @@ class _Switch:
             for key, operators in OPERATORS.items():
                 for operator in operators:
                     original = torch.library.get_kernel(f"bitsandbytes::{operator}", key)
-                    self.replace(operator, key, partial(_serve, operator, servers[operator], original))
+                    replace(self.library, operator, key, partial(_serve, operator, servers[operator], original))
             if library() is not None:
                 self.stop_repacking()
         except BaseException:
             self.close()
             raise
-
-    def replace(self, operator: str, key: str, implementation: Callable[..., Tensor]) -> None:
-        with warnings.catch_warnings():  # torch warns that it overrides a kernel, which is the point
-            warnings.filterwarnings("ignore", message="Warning only once for all operators")
-            self.library.impl(operator, implementation, key, with_keyset=True, allow_override=True)
 
     def stop_repacking(self) -> None:
         """Keep Linear4bit in eval on the checkpoint's bytes.
@@ -268,6 +264,13 @@ class _Switch:
         self.library._destroy()
 
 
+def replace(library: Any, operator: str, key: str, implementation: Callable[..., Any]) -> None:
+    """Have the dispatcher call implementation(keyset, *arguments) for an operator on a device while `library` lasts."""
+    with warnings.catch_warnings():  # torch warns that it overrides a kernel, which is the point
+        warnings.filterwarnings("ignore", message="Warning only once for all operators")
+        library.impl(operator, implementation, key, with_keyset=True, allow_override=True)
+
+
 def put_back(module: Any) -> None:
     """Undo bitsandbytes' repacking of one Linear4bit: codes exactly, scales as the bf16 numbers that they became.
 
@@ -293,7 +296,7 @@ def _serve(operator: str, server: Callable[..., Tensor], original: Any, keyset: 
     """The implementation that the dispatcher calls: halfbyte's, or else the one that was there."""
     try:
         return server(*args)
-    except (_Unserved, TypeError, ValueError) as error:  # the last two: halfbyte's own checks refused an argument
+    except (Unserved, TypeError, ValueError) as error:  # the last two: halfbyte's own checks refused an argument
         counts.passed(operator, str(error))
     result: Tensor = original.call_boxed(keyset, *args)
     return result
@@ -315,7 +318,7 @@ def _gemm(
     if absmax_8bit is None:
         return _multiply("gemm_4bit", x, [codes, absmax], shape, blocksize, quant_type, bias)
     if absmax_code is None or absmax_offset is None:
-        raise _Unserved("nested scales without absmax_code or absmax_offset")
+        raise Unserved("nested scales without absmax_code or absmax_offset")
     tensors = [codes, absmax_8bit, absmax, absmax_code, absmax_offset]
     return _multiply("gemm_4bit", x, tensors, shape, blocksize, quant_type, bias)
 
@@ -323,7 +326,7 @@ def _gemm(
 def _gemv(x: Tensor, codes: Tensor, shape: Sequence[int], absmax: Tensor, table: Tensor, blocksize: int) -> Tensor:
     """bitsandbytes::gemv_4bit, for any number of rows: on some CPUs it is what Linear4bit calls for all of them."""
     if absmax.dim() == 2:
-        raise _Unserved("the weight was repacked by bitsandbytes while halfbyte was off")
+        raise Unserved("the weight was repacked by bitsandbytes while halfbyte was off")
     return _multiply("gemv_4bit", x, [codes, absmax], shape, blocksize, _family(table), None)
 
 
@@ -350,7 +353,7 @@ def _layer(x: Tensor, tensors: list[Tensor], shape: Sequence[int], blocksize: in
     nested = len(tensors) > 2
     key = _FORMATS.get((family, blocksize, nested))
     if key is None or len(shape) != 2:
-        raise _Unserved(f"arguments that bitsandbytes does not define: {family}-{blocksize}, shape {list(shape)}")
+        raise Unserved(f"arguments that bitsandbytes does not define: {family}-{blocksize}, shape {list(shape)}")
     codes, scales = _octets(tensors[0]), tensors[1:]
     if nested:
         parts = [codes, scales[0], flat_scales(scales[1]), scales[2], scalar(scales[3])]
@@ -373,22 +376,28 @@ def _multiply(
 ) -> Tensor:
     weight = _layer(x, tensors, shape, blocksize, family)
     if bias is not None and bias.dtype != x.dtype:
-        raise _Unserved("a bias of another dtype than x")  # halfbyte takes fp32; bitsandbytes raises
+        raise Unserved("a bias of another dtype than x")  # halfbyte takes fp32; bitsandbytes raises
     if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)  # as torch's own multiply inside bitsandbytes' code would
         x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
     m = x.numel() // max(1, shape[1])
-    kernel = weight.kernel(x.dtype, m)
-    if kernel.backend not in OUR_BACKENDS:
-        key = weight.packed.format.key
-        raise _Unserved(f"no kernel for {key} with x in {x.dtype}, M {bucket(m)}, on {x.device.type}")
-    if m > SERVED_ROWS and decoding_is_faster(kernel.backend, x.dtype, shape):
-        raise _Unserved(f"M {bucket(m)} in {x.dtype}: bitsandbytes decodes the weight and multiplies, which is faster")
+    kernel_for(weight, x.dtype, m)
     if x.requires_grad and torch.is_grad_enabled():  # not from MatMul4Bit, which has its own backward
         packed = weight.packed
         out: Tensor = linear_op(x, list(packed.parts.values()), bias, packed.format.key, *packed.shape)
         return out
     return weight.multiply(x, bias, operator)
+
+
+def kernel_for(weight: CheckedWeight, dtype: torch.dtype, m: int) -> Kernel:
+    """The kernel for m rows of x of a dtype; raises Unserved where bitsandbytes is faster, or halfbyte has none."""
+    kernel = weight.kernel(dtype, m)
+    if kernel.backend not in OUR_BACKENDS:
+        key = weight.packed.format.key
+        raise Unserved(f"no kernel for {key} with x in {dtype}, M {bucket(m)}, on {weight.device.type}")
+    if m > SERVED_ROWS and decoding_is_faster(kernel.backend, dtype, weight.packed.shape):
+        raise Unserved(f"M {bucket(m)} in {dtype}: bitsandbytes decodes the weight and multiplies, which is faster")
+    return kernel
 
 
 def decoding_is_faster(backend: str, dtype: torch.dtype, shape: Sequence[int]) -> bool:
@@ -409,13 +418,13 @@ def _dequantize(
     below 2048. The others it computes in compiled torch.
     """
     if dtype != torch.float32 and blocksize < 2048 and len(shape) > 1 and shape[-1] % 2 == 0:
-        raise _Unserved("bitsandbytes' own kernel decodes to 16 bits with the same values, and faster")
+        raise Unserved("bitsandbytes' own kernel decodes to 16 bits with the same values, and faster")
     if len(shape) < 2:
-        raise _Unserved("a shape of fewer than two dimensions")  # bitsandbytes returns [1, n] or [n], depending on n
+        raise Unserved("a shape of fewer than two dimensions")  # bitsandbytes returns [1, n] or [n], depending on n
     if dtype not in DTYPES:
-        raise _Unserved(f"arguments that bitsandbytes does not define: {quant_type}-{blocksize} to {dtype}")
+        raise Unserved(f"arguments that bitsandbytes does not define: {quant_type}-{blocksize} to {dtype}")
     if library() is None:
-        raise _Unserved("the library of CPU kernels is not installed")
+        raise Unserved("the library of CPU kernels is not installed")
     k = shape[-1]
     matrix = shape if len(shape) == 2 else [math.prod(shape[:-1]), k]
     weight = _layer(codes, [codes, absmax], matrix, blocksize, quant_type)
@@ -446,7 +455,7 @@ def raw_parts(codes: Tensor, state: Any) -> list[Tensor]:
 def _octets(codes: Tensor) -> Tensor:
     """The codes as uint8 [bytes], whatever they are stored as; a view."""
     if not codes.is_contiguous():
-        raise _Unserved("codes that are not contiguous")
+        raise Unserved("codes that are not contiguous")
     flat = codes.view(-1)
     return flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)
 
@@ -475,9 +484,9 @@ def _family(table: Tensor) -> str:
     if known is not None and changes >= 0 and known[0] == changes:
         return known[1]
     if table.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise _Unserved("a codebook first seen while a CUDA graph is captured")  # reading it would end the capture
+        raise Unserved("a codebook first seen while a CUDA graph is captured")  # reading it would end the capture
     family = {NF4: "nf4", FP4: "fp4"}.get(tuple(table.tolist()))
     if family is None:
-        raise _Unserved("a codebook that is neither NF4's nor FP4's")
+        raise Unserved("a codebook that is neither NF4's nor FP4's")
     _families.keep([table], (changes, family))
     return family
