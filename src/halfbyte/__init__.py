@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .adapters import Adapter, AdapterPool, linear_with_adapters, merge_exact
     from .checkpoints import open_checkpoint
     from .formats import BlockFormat, PackedWeight, get_format, quantize
     from .integrations.optimize import optimize, restore
@@ -18,13 +19,17 @@ __version__ = "0.1.0"
 
 # Resolved on first use: importing halfbyte loads neither transformers nor a compiled library.
 _HOMES = {
+    "Adapter": "adapters",
+    "AdapterPool": "adapters",
     "BlockFormat": "formats",
     "HalfbyteConfig": "integrations.transformers",
     "PackedWeight": "formats",
     "QuantLinear": "nn",
     "get_format": "formats",
     "linear": "ops",
+    "linear_with_adapters": "adapters",
     "load": "integrations.transformers",
+    "merge_exact": "adapters",
     "open_checkpoint": "checkpoints",
     "optimize": "integrations.optimize",
     "prepare": "nn",
@@ -33,13 +38,17 @@ _HOMES = {
 }
 
 __all__ = [
+    "Adapter",
+    "AdapterPool",
     "BlockFormat",
     "HalfbyteConfig",
     "PackedWeight",
     "QuantLinear",
     "get_format",
     "linear",
+    "linear_with_adapters",
     "load",
+    "merge_exact",
     "open_checkpoint",
     "optimize",
     "prepare",

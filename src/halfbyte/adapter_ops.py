@@ -1,0 +1,277 @@
+"""The torch operators of layers with LoRA adapters.
+
+`torch.ops.halfbyte.adapters_shrink(x, a, spans, index, width)` makes h = A x, each row with its own adapter, and
+`torch.ops.halfbyte.linear_adapters(x, parts, bias, format, N, K, shrunk, b, table, scalings, index)` multiplies by the
+packed weight and adds scaling * B h, in fp32, before the one rounding. They are two because layers that share x share
+the first. Both work eagerly, under autograd (x, A, B, bias), on fake and meta tensors, and inside
+`torch.compile(fullgraph=True)`. Their backward pass reads the tables on the host, and has no derivative itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .counters import bucket, counts
+from .kernels.adapters import expand_with_torch, shrink_on_cpu, shrink_with_torch
+from .kernels.cpu import library
+from .kernels.registry import DTYPES, Expand, Kernel
+from .ops import CheckedWeight, _check_bias, _check_input, _check_parts, _spec, checked_weight, linear_grad_op
+
+NAME = "halfbyte.linear_with_adapters"
+Rows = Tensor | slice
+
+_library: Any = torch.library.Library("halfbyte", "FRAGMENT")  # type: ignore[no-untyped-call]
+for _signature in (
+    "adapters_shrink(Tensor x, Tensor a, Tensor spans, Tensor? index, int width) -> Tensor",
+    "linear_adapters(Tensor x, Tensor[] parts, Tensor? bias, str format, int N, int K, Tensor shrunk, Tensor b, "
+    "Tensor table, Tensor scalings, Tensor? index) -> Tensor",
+    "adapters_shrink_grad(Tensor grad, Tensor x, Tensor a, Tensor spans, Tensor? index) -> (Tensor, Tensor)",
+    "adapters_expand_grad(Tensor grad, Tensor shrunk, Tensor b, Tensor table, Tensor scalings, Tensor? index) "
+    "-> (Tensor, Tensor)",
+):
+    _library.define(_signature, tags=(torch.Tag.pt2_compliant_tag,))
+shrink_op = torch.ops.halfbyte.adapters_shrink.default
+linear_adapters_op = torch.ops.halfbyte.linear_adapters.default
+shrink_grad_op = torch.ops.halfbyte.adapters_shrink_grad.default
+expand_grad_op = torch.ops.halfbyte.adapters_expand_grad.default
+
+
+# ---- checks
+
+
+def _check_tensor(
+    name: str, tensor: Tensor, shape: Sequence[int | None], dtypes: Sequence[torch.dtype], x: Tensor
+) -> None:
+    """Raise unless `tensor` has the shape (None for any size), one of the dtypes, is contiguous and where x is."""
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{NAME}: {name} must be {' or '.join(map(str, dtypes))}, got {tensor.dtype}; cast it")
+    if tensor.dim() != len(shape) or any(b not in (None, a) for a, b in zip(tensor.shape, shape, strict=True)):
+        wanted = [size if size is not None else "any" for size in shape]
+        raise ValueError(f"{NAME}: {name} must have shape {wanted}, got {list(tensor.shape)}")
+    if tensor.device != x.device:
+        raise ValueError(f"{NAME}: {name} is on {tensor.device} but x is on {x.device}; move one of them")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{NAME}: {name} is not contiguous (strides {tensor.stride()}); call .contiguous() on it")
+
+
+def _check_shrink(x: Tensor, a: Tensor, spans: Tensor, index: Tensor | None, m: int) -> None:
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{NAME}: x must be float32, bfloat16 or float16, got {x.dtype}; cast it with .to(...)")
+    _check_tensor("A", a, (None, x.shape[-1]), DTYPES, x)
+    _check_tensor("spans", spans, (None, 2), (torch.int32,), x)
+    if index is not None:
+        _check_tensor("index", index, (m,), (torch.int32,), x)
+
+
+def _check_expand(x: Tensor, m: int, expand: Expand) -> None:
+    _check_tensor("shrunk", expand.shrunk, (m, None), (torch.float32,), x)
+    _check_tensor("B", expand.b, (None,), DTYPES, x)
+    _check_tensor("table", expand.table, (None, 4), (torch.int32,), x)
+    _check_tensor("scalings", expand.scalings, (expand.table.shape[0],), (torch.float32,), x)
+    if expand.index is not None:
+        _check_tensor("index", expand.index, (m,), (torch.int32,), x)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x [..., K] as [M, K] of unit stride along K."""
+    k = x.shape[-1]
+    rows = x if x.dim() == 2 else x.reshape(x.numel() // k if k else 0, k)
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+# ---- forward
+
+
+def _shrink(x: Tensor, a: Tensor, spans: Tensor, index: Tensor | None, width: int) -> Tensor:
+    rows = _rows(x)
+    _check_shrink(x, a, spans, index, rows.shape[0])
+    out = torch.empty(rows.shape[0], width, device=x.device)
+    loaded = library() if x.device.type == "cpu" else None
+    if loaded is not None:
+        shrink_on_cpu(loaded, loaded.isa, rows, a, spans, index, out)
+    else:
+        shrink_with_torch(rows, a, spans, index, out)
+    return out.view(*x.shape[:-1], width)
+
+
+def _linear_adapters(
+    x: Tensor,
+    parts: Sequence[Tensor],
+    bias: Tensor | None,
+    key: str,
+    n: int,
+    k: int,
+    shrunk: Tensor,
+    b: Tensor,
+    table: Tensor,
+    scalings: Tensor,
+    index: Tensor | None,
+) -> Tensor:
+    weight = checked_weight(x, parts, key, n, k)
+    weight.check_input("x", x, k)
+    if bias is not None:
+        _check_bias(x, bias, weight.spec)
+        bias = bias.contiguous()
+    rows = _rows(x)
+    m = rows.shape[0]
+    expand = Expand(shrunk.reshape(m, shrunk.shape[-1]), b, table, scalings, index)
+    _check_expand(x, m, expand)
+    out = rows.new_empty(m, n)
+    kernel = weight.kernel(x.dtype, m)
+    folded = kernel.run_adapters is not None
+    label = kernel.name if folded else f"{kernel.name} and torch (the kernel folds no adapters)"
+    counts.serve("linear_adapters", label, bucket(m))
+    if m:
+        with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
+            if kernel.run_adapters is not None:
+                kernel.run_adapters(rows, weight.packed, bias, expand, out)
+            else:
+                _compose(weight, kernel, rows, bias, expand, out)
+    return out.view(*x.shape[:-1], n)
+
+
+def _compose(
+    weight: CheckedWeight, kernel: Kernel, rows: Tensor, bias: Tensor | None, expand: Expand, out: Tensor
+) -> None:
+    """Where the planned kernel folds no adapters: the sum of an fp32 multiply and the adapters, rounded once.
+
+    Rows without an adapter have the planned kernel's own bits. Nothing waits for the device.
+    """
+    m, n = out.shape
+    wide = out if out.dtype == torch.float32 else rows.new_empty(m, n, dtype=torch.float32)
+    weight.kernel(torch.float32, m).run(rows.float(), weight.packed, None, wide)
+    total = (wide + expand_with_torch(expand, bias, n)).to(out.dtype)
+    kernel.run(rows, weight.packed, bias, out)
+    if expand.index is not None:
+        used = (expand.index >= 0) & (expand.index < expand.table.shape[0])
+        total = torch.where(used[:, None], total, out)
+    out.copy_(total)
+
+
+def _shrink_fake(x: Tensor, a: Tensor, spans: Tensor, index: Tensor | None, width: int) -> Tensor:
+    _check_shrink(x, a, spans, index, x[..., 0].numel())
+    return x.new_empty((*x.shape[:-1], width), dtype=torch.float32)
+
+
+def _linear_adapters_fake(
+    x: Tensor,
+    parts: Sequence[Tensor],
+    bias: Tensor | None,
+    key: str,
+    n: int,
+    k: int,
+    shrunk: Tensor,
+    b: Tensor,
+    table: Tensor,
+    scalings: Tensor,
+    index: Tensor | None,
+) -> Tensor:
+    spec = _spec(key, n, k)
+    _check_input("x", x, k, spec)
+    _check_parts(x, parts, spec)
+    if bias is not None:
+        _check_bias(x, bias, spec)
+    m = x[..., 0].numel()
+    _check_expand(x, m, Expand(shrunk.reshape(m, shrunk.shape[-1]), b, table, scalings, index))
+    return x.new_empty((*x.shape[:-1], n))
+
+
+# ---- backward
+
+
+def _rows_by_slot(index: Tensor | None, slots: int) -> Iterator[tuple[int, Rows]]:
+    """Each slot that rows use, and which rows. Waits for the device."""
+    if index is None:
+        yield 0, slice(None)
+        return
+    for slot in torch.unique(index).tolist():
+        if 0 <= slot < slots:
+            yield slot, (index == slot).nonzero().squeeze(1)
+
+
+def _shrink_grad(grad: Tensor, x: Tensor, a: Tensor, spans: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Gradients of x, in its dtype, and of A, in its: sums in fp32, rounded once."""
+    rows = _rows(x)
+    above = grad.reshape(rows.shape[0], grad.shape[-1]).float()
+    x_grad = torch.zeros(rows.shape, device=x.device)
+    a_grad = torch.zeros(a.shape, device=x.device)
+    places = spans.tolist()
+    for slot, mine in _rows_by_slot(index, len(places)):
+        first, count = places[slot]
+        part = above[mine, :count]
+        x_grad[mine] = part @ a[first : first + count].float()
+        a_grad[first : first + count] += part.t() @ rows[mine].float()
+    return x_grad.to(x.dtype).view(x.shape), a_grad.to(a.dtype)
+
+
+def _expand_grad(
+    grad: Tensor, shrunk: Tensor, b: Tensor, table: Tensor, scalings: Tensor, index: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `shrunk`, fp32, and of B, in its dtype: sums in fp32, rounded once."""
+    n = grad.shape[-1]
+    above = grad.reshape(grad.numel() // n, n).float()
+    h = shrunk.reshape(above.shape[0], shrunk.shape[-1])
+    h_grad = torch.zeros_like(h)
+    b_grad = torch.zeros(b.shape, device=b.device)
+    places = table.tolist()
+    for slot, mine in _rows_by_slot(index, len(places)):
+        column, rank, first, stride = places[slot]
+        columns, whole = slice(column, column + rank), slice(first * n, (first + stride) * n)
+        part = scalings[slot] * above[mine]
+        h_grad[mine, columns] = part @ b[whole].view(n, stride)[:, :rank].float()
+        b_grad[whole].view(n, stride)[:, :rank] += part.t() @ h[mine, columns]
+    return h_grad.view(shrunk.shape), b_grad.to(b.dtype)
+
+
+def _shrink_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:4])
+
+
+def _shrink_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x_grad, a_grad = shrink_grad_op(grad, *ctx.saved_tensors)
+    return x_grad, a_grad, None, None, None
+
+
+def _linear_adapters_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, parts, bias, *ctx.problem = inputs[:6]
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.save_for_backward(*parts, *inputs[6:])
+
+
+def _linear_adapters_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    *parts, shrunk, b, table, scalings, index = ctx.saved_tensors
+    key, n, k = ctx.problem
+    needs = ctx.needs_input_grad
+    x_grad = linear_grad_op(grad, parts, key, n, k) if needs[0] else None
+    bias_grad = grad.reshape(-1, n).sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs[2] else None
+    h_grad, b_grad = expand_grad_op(grad, shrunk, b, table, scalings, index) if needs[6] or needs[7] else (None, None)
+    return x_grad, [None] * len(parts), bias_grad, None, None, None, h_grad, b_grad, None, None, None
+
+
+_library.impl("adapters_shrink", _shrink, "CompositeExplicitAutograd")
+_library.impl("linear_adapters", _linear_adapters, "CompositeExplicitAutograd")
+_library.impl("adapters_shrink_grad", _shrink_grad, "CompositeExplicitAutograd")
+_library.impl("adapters_expand_grad", _expand_grad, "CompositeExplicitAutograd")
+torch.library.register_fake("halfbyte::adapters_shrink", _shrink_fake, lib=_library)
+torch.library.register_fake("halfbyte::linear_adapters", _linear_adapters_fake, lib=_library)
+torch.library.register_fake(
+    "halfbyte::adapters_shrink_grad",
+    lambda grad, x, a, spans, index: (x.new_empty(x.shape), torch.empty_like(a)),
+    lib=_library,
+)
+torch.library.register_fake(
+    "halfbyte::adapters_expand_grad",
+    lambda grad, shrunk, b, table, scalings, index: (torch.empty_like(shrunk), torch.empty_like(b)),
+    lib=_library,
+)
+torch.library.register_autograd(
+    "halfbyte::adapters_shrink", _shrink_backward, setup_context=_shrink_setup, lib=_library
+)
+torch.library.register_autograd(
+    "halfbyte::linear_adapters", _linear_adapters_backward, setup_context=_linear_adapters_setup, lib=_library
+)
