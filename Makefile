@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-NATIVE := CMakeLists.txt $(wildcard src/halfbyte/kernels/cpu/*)
+NATIVE := CMakeLists.txt $(wildcard src/halfbyte/kernels/cpu/*) src/halfbyte/kernels/shortcut.cpp
 
 .PHONY: demo test lint install clean
 install: $(INSTALLED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from halfbyte.formats import PackedWeight, quantize
 from halfbyte.kernels import codebook_mma
+from halfbyte.kernels.launch import Launcher
 
 
 class Launches:
@@ -18,19 +20,19 @@ class Launches:
     def __init__(self) -> None:
         self.stream, self.capturing = 7, False
         self.bound: list[tuple[torch.dtype, int, bool]] = []
-        self.overlaps: list[bool] = []
+        self.early: list[bool] = []
         self.rows: list[int] = []
 
     def bind(self, weight: PackedWeight, dtype: torch.dtype, m: int, strict: bool = False) -> Launches:
         self.bound.append((dtype, m, strict))
         return self
 
-    def launch(self, x: Tensor, bias: Tensor | None, out: Tensor, stream: int, overlap: bool = False) -> None:
+    def __call__(self, x: Tensor, bias: Tensor | None, out: Tensor, stream: int, early: bool = False) -> None:
         assert stream == self.stream
         assert x.data_ptr() % 16 == 0
         assert x.stride(1) == 1
         self.rows.append(x.shape[0])
-        self.overlaps.append(overlap)
+        self.early.append(early)
         out.fill_(1)
 
 
@@ -38,7 +40,7 @@ class Launches:
 def device(monkeypatch: pytest.MonkeyPatch) -> Launches:
     launches = Launches()
     monkeypatch.setattr(codebook_mma, "bind", launches.bind)
-    monkeypatch.setattr(codebook_mma, "_cache", codebook_mma._Cache())
+    monkeypatch.setattr(Launcher, "_shared", OrderedDict())
     monkeypatch.setattr(codebook_mma, "_device", lambda index: ("sm_90a", 132))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: launches.stream, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: launches.capturing)
@@ -79,25 +81,25 @@ def test_it_starts_early_only_where_the_weight_has_stayed_as_it_was(device: Laun
     weight = weight_of()
     for _ in range(2):
         call(weight)
-    assert device.overlaps == [False, True]
+    assert device.early == [False, True]
     weight.codes.copy_(weight_of().codes)
     call(weight)
     weight.parts["absmax"].mul_(2)
     call(weight)
-    assert device.overlaps[2:] == [False, False], "it has been written: by the kernel right before, for all one knows"
+    assert device.early[2:] == [False, False], "it has been written: by the kernel right before, for all one knows"
     device.stream = 8
     for _ in range(2):
         call(weight)
-    assert device.overlaps[4:] == [False, True], "another stream may not have waited for what wrote it"
+    assert device.early[4:] == [False, True], "another stream may not have waited for what wrote it"
     device.stream, device.capturing = 9, True
     call(weight)
-    assert device.overlaps[6:] == [True], "what writes it in a graph was captured, and would have been seen"
+    assert device.early[6:] == [True], "what writes it in a graph was captured, and would have been seen"
 
 
 def test_more_rows_go_in_turn_and_the_later_ones_start_early(device: Launches) -> None:
     call(weight_of(), 37)
     assert device.rows == [16, 16, 5]
-    assert device.overlaps == [False, True, True]
+    assert device.early == [False, True, True]
 
 
 def test_unaligned_rows_of_x_are_copied_and_an_unaligned_weight_goes_to_the_fallback(device: Launches) -> None:

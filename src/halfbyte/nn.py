@@ -17,6 +17,7 @@ from .ops import forget_weight, linear_op
 
 BNB_FAMILIES = ("nf4", "fp4")
 DECODE_MS = (1, 2, 4, 8)  # rows that `prepare` gets ready for by default
+Operands = tuple[torch.dtype, list[Tensor], Tensor | None, str, int, int]
 
 
 class QuantLinear(nn.Linear):
@@ -117,11 +118,21 @@ class QuantLinear(nn.Linear):
         return self.packed.dequantize(dtype or self.weight_dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        bias: Tensor | None = self.bias
+        bias: Tensor | None = self._parameters["bias"]  # `getattr` would take five times as long
         if bias is not None and bias.dtype != x.dtype and bias.dtype != torch.float32:
             bias = bias.float()  # exact; the operator adds it before its one rounding
         result: Tensor = linear_op(x, self._part_list(), bias, self._format_key, self.out_features, self.in_features)
         return result
+
+    def operands(self, x: Tensor) -> Operands | None:
+        """What an operator takes to compute this layer for x: the dtype of x to compute in, parts, bias, format, N, K.
+
+        None where `forward` has to be called.
+        """
+        bias: Tensor | None = self.bias
+        if bias is not None and bias.dtype != x.dtype and bias.dtype != torch.float32:
+            bias = bias.float()
+        return x.dtype, self._part_list(), bias, self._format_key, self.out_features, self.in_features
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, format={self._format_key}"
@@ -152,8 +163,8 @@ class QuantLinear(nn.Linear):
 
         Codes that bitsandbytes keeps as a column are one here, too.
         """
-        weight: Tensor = self.weight
-        others: dict[str, Any] = self._buffers  # `getattr` would take three times as long
+        weight: Any = self._parameters["weight"]
+        others: dict[str, Any] = self._buffers
         return [weight, *[others[name] for name in self._buffer_names]]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:

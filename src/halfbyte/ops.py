@@ -9,6 +9,7 @@ eagerly, under autograd (x and bias; the weight gets no gradient), under autocas
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from .counters import bucket, counts
 from .device import arch_of
 from .formats import BlockFormat, PackedWeight, get_format
 from .formats.codecs import Part
-from .kernels import Kernel, Problem
+from .kernels import Kernel, Problem, shortcut
 from .kernels.registry import DTYPES
 from .plan import plan
 
@@ -63,6 +64,7 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tenso
 class _Spec:
     """What the tensors of a weight [n, k] in a format must look like."""
 
+    key: str
     format: BlockFormat
     n: int
     k: int
@@ -75,7 +77,7 @@ def _spec(key: str, n: int, k: int) -> _Spec:
     format = get_format(key)
     format.check_shape(n, k)
     parts = format.parts(n, k)
-    return _Spec(format, n, k, tuple(parts), tuple(parts.values()))
+    return _Spec(key, format, n, k, tuple(parts), tuple(parts.values()))
 
 
 def _check_input(name: str, x: Tensor, columns: int, spec: _Spec) -> None:
@@ -148,6 +150,8 @@ class CheckedWeight:
             ("parts", dict(zip(spec.names, views, strict=True))),
         ):
             object.__setattr__(self.packed, name, value)
+        self._handle: object | None = None  # what the shortcut calls this weight
+        self._remembered: set[tuple[torch.dtype, int]] = set()
 
     def check_input(self, name: str, x: Tensor, columns: int) -> None:
         """Raise unless `x` is a floating-point tensor [..., columns] on the weight's device."""
@@ -185,7 +189,34 @@ class CheckedWeight:
                     run(rows, self.packed, bias, out)
             else:
                 run(rows, self.packed, bias, out)
+            if _shortcut is not None and kernel.launch is not None:
+                self._remember(kernel, x, m)
         return out if flat else out.view(*x.shape[:-1], n)
+
+    def _remember(self, kernel: Kernel, x: Tensor, m: int) -> None:
+        """Tell the shortcut what served m rows of x's dtype, so that it can do so again."""
+        key = (x.dtype, m)
+        if key in self._remembered:
+            return
+        self._remembered.add(key)
+        launch = kernel.launch(self.packed, *key) if kernel.launch is not None else None
+        if launch is not None:
+            spec = self.spec
+            if self._handle is None:
+                views = tuple(self.packed.parts.values())
+                self._handle = _shortcut.weight(views, spec.key, spec.n, spec.k)
+            counter = counts.cell("linear", kernel.name, bucket(m))
+            _shortcut.remember(self._handle, x, m, ctypes.addressof(launch.record), launch, counter)
+
+    def publish(self) -> None:
+        """Let the operator's next call with these tensors take the shortcut."""
+        if self._handle is not None:
+            _shortcut.publish(self._handle)
+
+    def multiply_again(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        """`multiply`, uncounted, where x is on a GPU and like one that it has had before; else None."""
+        result: Tensor | None = None if self._handle is None else _shortcut.multiply(self._handle, x, bias)
+        return result
 
 
 Value = TypeVar("Value")
@@ -279,7 +310,14 @@ def _kernel(spec: _Spec, dtype: torch.dtype, m: int, device: torch.device) -> Ke
 
 def linear_on_tensors(x: Tensor, parts: Sequence[Tensor], bias: Tensor | None, key: str, n: int, k: int) -> Tensor:
     """The operator on real tensors."""
-    return checked_weight(x, parts, key, n, k).multiply(x, bias)
+    weight = checked_weight(x, parts, key, n, k)
+    out = weight.multiply(x, bias)
+    weight.publish()
+    return out
+
+
+_shortcut: Any = shortcut.connect(linear_on_tensors)
+_linear: Callable[..., Tensor] = linear_on_tensors if _shortcut is None else _shortcut.linear  # the same, or faster
 
 
 def _linear_fake(x: Tensor, parts: Sequence[Tensor], bias: Tensor | None, key: str, n: int, k: int) -> Tensor:
@@ -363,7 +401,7 @@ def _linear_autograd(
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
         return _apply(keyset, x, bias, key, n, k, *parts)
     if _is_plain(keyset.raw_repr()):
-        return linear_on_tensors(x, parts, bias, key, n, k)
+        return _linear(x, parts, bias, key, n, k)
     return _below_autograd(keyset, x, parts, bias, key, n, k)
 
 
@@ -401,6 +439,8 @@ def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
 
 
 _library.impl("linear", linear_on_tensors, "CompositeExplicitAutograd")
+if _shortcut is not None:
+    _library.impl("linear", _shortcut.linear, "CUDA")
 _library.impl("linear", _linear_autograd, "Autograd", with_keyset=True)
 _library.impl("linear", _autocast("cpu", DispatchKey.AutocastCPU), "AutocastCPU")
 _library.impl("linear", _autocast("cuda", DispatchKey.AutocastCUDA), "AutocastCUDA")

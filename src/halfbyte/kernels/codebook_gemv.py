@@ -1,18 +1,14 @@
 """Launcher of cuda/codebook_gemv.cu: a few rows of x times a 4-bit weight of any format, layout, shape and address.
 
-What depends on the weight alone (macros, pointers, grid) is bound once and kept, keyed by addresses and shapes, so that
-a call costs a look-up and a launch. Nothing is allocated on the device.
+What depends on the weight alone (macros, pointers, grid) is bound once and kept with it (launch.py).
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-import threading
-from collections import OrderedDict
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +27,7 @@ from ..formats.codecs import (
     RecordHalf,
 )
 from . import fallback, nvrtc
+from .launch import Launch, Launcher, part
 from .registry import Kernel, Problem, register
 
 STEM = "codebook_gemv"
@@ -52,7 +49,6 @@ MAX_SIZE = 1 << 30  # of N and of K
 SMALL_GRID = 264  # blocks below which sixteen warps share K: two for each of an H200's 132 multiprocessors
 X_TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 TABLE_BYTES, PIECE_BYTES, LANE_ROWS = 2048, 16, 4  # as in the kernel
-BOUND_LAYERS = 4096
 
 PLANAR, RECORD32, SUPERBLOCK, WORDS_K, WORDS_N = range(5)
 ABSMAX, NESTED, E8M0, E4M3, HALF, HALF_MIN, RECORD_E8M0, KQUANT, GROUP_FP16, GROUP_BF16 = range(10)
@@ -276,10 +272,10 @@ def fit(config: Config, m: int, arch: str) -> Config:
     raise ValueError(f"{STEM}: no configuration fits the shared memory of {arch}")
 
 
-def parameters(weight: PackedWeight) -> _Problem:
-    """The kernel's argument, but for x, bias and out."""
+def parameters(weight: PackedWeight, quads: bool) -> _Problem:
+    """The kernel's argument, but for what `launch.set_call` fills in. quads: as in `bind`."""
     parts, (n, k) = weight.parts, weight.shape
-    result = _Problem(codes=weight.codes.data_ptr(), n=n, k=k, group=weight.format.blocksize)
+    result = _Problem(codes=weight.codes.data_ptr(), n=n, k=k, group=weight.format.blocksize, x_in_quads=quads)
     result.code_bytes = weight.codes.numel() * weight.codes.element_size()
     result.block_shift = weight.format.blocksize.bit_length() - 1
     result.codebook = (ctypes.c_float * 16)(*weight.format.codebook)
@@ -297,97 +293,58 @@ def parameters(weight: PackedWeight) -> _Problem:
     return result
 
 
-def set_call(problem: _Problem, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Fill in x [m, k] with unit stride along k, bias [n] of x's dtype or fp32, contiguous out [m, n]."""
-    address, stride, four = x.data_ptr(), x.stride(0), 4 * x.element_size()
-    problem.x, problem.out, problem.m, problem.x_stride = address, out.data_ptr(), x.shape[0], stride
-    problem.x_in_quads = address % four == 0 and stride % 4 == 0
-    problem.bias = None if bias is None else bias.data_ptr()
-    problem.bias_is_fp32 = bias is not None and bias.dtype == torch.float32
-
-
 # ---- launch
 
 
-class Bound:
-    """The kernel bound to one weight, dtype and class of M; `launch` fills in the rest."""
+def bind(weight: PackedWeight, dtype: torch.dtype, m: int, quads: bool) -> Launch:
+    """The kernel for a weight on a GPU and up to m rows of x in a launch; compiled on first use, not inside capture.
 
-    def __init__(self, weight: PackedWeight, config: Config, arch: str) -> None:
-        from cuda.bindings import driver
-
-        self.config = config
-        self._lock = threading.Lock()
-        self._problem = parameters(weight)
-        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._problem))
-        self._address = ctypes.addressof(self._pointers)
-        self._kernel = nvrtc.load(STEM, arch, asdict(config), weight.device.index, config.shared_bytes)
-        self._run = driver.cuLaunchKernelEx
-        launch = self._launch = driver.CUlaunchConfig()
-        launch.gridDimX, launch.gridDimY, launch.gridDimZ = -(-weight.shape[0] // config.tile_rows), 1, 1
-        launch.blockDimX, launch.blockDimY, launch.blockDimZ = config.threads, 1, 1
-        launch.sharedMemBytes = config.shared_bytes
-
-    def launch(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """See `set_call`; x has at most M_ROWS rows."""
-        stream = torch._C._cuda_getCurrentRawStream(x.device.index)
-        with self._lock:  # the driver copies the parameters before it returns
-            set_call(self._problem, x, bias, out)
-            self._launch.hStream = stream
-            (error,) = self._run(self._launch, self._kernel, self._address, 0)
-        if error:
-            raise RuntimeError(f"{STEM}: launch failed with {error.name} for {self.config}")
-
-
-_bound: OrderedDict[tuple[Any, ...], Bound] = OrderedDict()
-_bound_lock = threading.Lock()
-
-
-def bind(weight: PackedWeight, dtype: torch.dtype, m: int) -> Bound:
-    """The kernel for a weight on a GPU and up to m rows of x in a launch; compiled on first use, not inside capture."""
-    key = (
-        weight.format.key,
-        weight.shape,
-        tuple(part.data_ptr() for part in weight.parts.values()),
-        tuple(part.dtype for part in weight.parts.values()),
-        weight.device.index,
-        dtype,
-        (m - 1).bit_length(),
-    )
-    with _bound_lock:
-        bound = _bound.get(key)
-        if bound is not None:
-            _bound.move_to_end(key)
-            return bound
+    quads: whether rows of x lie at multiples of four elements.
+    """
     arch = arch_of(weight.device)
-    bound = Bound(weight, configure(weight, dtype, m, arch), arch)
-    with _bound_lock:
-        _bound[key] = bound
-        while len(_bound) > BOUND_LAYERS:
-            _bound.popitem(last=False)
-    return bound
+    config = configure(weight, dtype, m, arch)
+    return Launch(
+        nvrtc.load(STEM, arch, asdict(config), weight.device.index, config.shared_bytes),
+        [parameters(weight, quads)],
+        blocks=-(-weight.shape[0] // config.tile_rows),
+        threads=config.threads,
+        shared_bytes=config.shared_bytes,
+        early=False,
+        alignment=dtype.itemsize * (4 if quads else 1),
+        rows=config.M_ROWS,
+        name=f"{STEM} {config}",
+    )
 
 
-def readable(weight: PackedWeight) -> bool:
-    """Whether every part lies at a multiple of its element's size; bytes may lie anywhere."""
-    return all(part.data_ptr() % part.element_size() == 0 for part in weight.parts.values())
+def in_quads(x: Tensor) -> bool:
+    """Whether rows of x lie at multiples of four elements."""
+    return x.data_ptr() % (4 * x.element_size()) == 0 and x.stride(0) % 4 == 0
+
+
+def launch_for(weight: PackedWeight, dtype: torch.dtype, m: int) -> Launch | None:
+    """See registry.Kernel."""
+    launcher = Launcher.of(STEM, weight)
+    if not launcher.readable or m > MAX_ROWS:
+        return None
+    launch = launcher.get(bind, weight, dtype, m, True)
+    return launch if m <= launch.rows else None
 
 
 def run(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor) -> None:
     """See registry.Run. Words and numbers at addresses that no load can take go to the fallback."""
-    if not readable(weight):
+    launcher = Launcher.of(STEM, weight)
+    if not launcher.readable:
         fallback.run(x, weight, bias, out)
         return
     if x.stride(1) != 1:
         x = x.contiguous()
+    quads, stream = in_quads(x), launcher.stream()
     first, m = 0, x.shape[0]
     while first < m:
-        bound = bind(weight, x.dtype, min(MAX_ROWS, m - first))
-        rows = bound.config.M_ROWS
-        if rows >= m:
-            bound.launch(x, bias, out)
-        else:
-            bound.launch(x[first : first + rows], bias, out[first : first + rows])
-        first += rows
+        launch = launcher.get(bind, weight, x.dtype, min(MAX_ROWS, m - first), quads)
+        rows = slice(first, first + launch.rows)
+        launch(part(x, rows), bias, part(out, rows), stream)
+        first = rows.stop
 
 
 register(
@@ -399,5 +356,6 @@ register(
         cost=predicted_seconds,
         run=run,
         batch_invariant_to=MAX_M,
+        launch=launch_for,
     )
 )

@@ -8,12 +8,8 @@ calls on any number of streams, in graphs or outside, share nothing but the weig
 from __future__ import annotations
 
 import ctypes
-import struct
-import threading
-from collections import OrderedDict
 from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,13 +17,14 @@ from torch import Tensor
 from ..formats import BlockFormat, PackedWeight, RecordLayout
 from ..formats.codecs import AbsmaxScale, E8M0Scale, NestedScale
 from . import fallback, nvrtc
+from .launch import Launch, Launcher, part
 from .registry import Kernel, Problem, register
 
 STEM = "codebook_mma"
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100")  # it compiles for
 SEEN_RIGHT = ("sm_90a",)  # its answers were checked on; elsewhere the fallback serves until they are
 BULK_COPY = ("sm_90a", "sm_100")  # bulk tensor copies
-BOUND_LAYERS = 4096
+ALIGNMENT = 16  # bytes, of the codes, of x and of its rows
 MULTIPROCESSORS = 132  # of an H200: what is planned for where no card is asked
 CLUSTERS = ("sm_90a", "sm_100")
 CLUSTER_WEIGHTS = 40000  # what a cluster's meeting costs, in weights that could be read meanwhile
@@ -130,9 +127,6 @@ class _Problem(ctypes.Structure):
         ("larger", ctypes.c_int),
         ("units", ctypes.c_int),
     )
-
-
-_CALL = struct.Struct("=QQQqiiii")  # the fields of _Problem from x to bias_is_fp32: one store for all that a call sets
 
 
 def scale_kind(format: BlockFormat) -> int | None:
@@ -364,65 +358,19 @@ def _codebook(codebook: tuple[float, ...], terms: int) -> _Codebook:
     return _Codebook((ctypes.c_uint16 * 16)(*bits[0]), (ctypes.c_uint16 * 16)(*bits[1]), 1 / factor)
 
 
-class Bound:
-    """The kernel bound to one weight, dtype and class of M; `launch` fills in the rest."""
-
-    def __init__(self, weight: PackedWeight, config: Config, grid: Grid, arch: str, device: int) -> None:
-        from cuda.bindings import driver
-
-        self._driver = driver
-        self._lock = threading.Lock()
-        self.config, self.grid = config, grid
-        n, k = weight.shape
-        self._kernel = nvrtc.load(STEM, arch, asdict(config), device, config.shared_bytes)
-        self._maps = _Maps()
-        for kind, tiles in enumerate((config.TILES, config.LAST, config.LAST - 1)):
-            if arch in BULK_COPY and tiles:
-                self._maps.codes[kind] = _tensor_map(weight.codes, n, k // 2, 16 * tiles, 128)
-            if not config.SCALE_SIDE and tiles:
-                absmax = weight.parts["absmax"]
-                self._maps.scales[kind] = _tensor_map(absmax, n, k // config.BLOCK, 16 * tiles, config.stage_blocks)
-        self._codebook = _codebook(weight.format.codebook, config.TERMS)
-        self._scales = _scales(weight)
-        tiles, larger = divmod(_ceil_div(n, 16), grid.clusters)
-        self._problem = _Problem(codes=weight.codes.data_ptr(), n=n, k=k, tiles=tiles, larger=larger, units=grid.units)
-        fields = (self._maps, self._codebook, self._scales, self._problem)
-        self._pointers = (ctypes.c_void_p * len(fields))(*(ctypes.addressof(field) for field in fields))
-        self._address = ctypes.addressof(self._pointers)
-        self._plain, self._overlapping = self._launch_config(False), self._launch_config(bool(config.OVERLAP))
-
-    def _launch_config(self, overlap: bool) -> Any:
-        driver, launch = self._driver, self._driver.CUlaunchConfig()
-        blocks = self.grid.clusters * self.config.SPLIT
-        launch.gridDimX, launch.gridDimY, launch.gridDimZ = blocks, 1, 1
-        launch.blockDimX, launch.blockDimY, launch.blockDimZ = self.config.threads, 1, 1
-        launch.sharedMemBytes = self.config.shared_bytes
-        if overlap:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            launch.attrs = [attribute]
-            launch.numAttrs = 1
-        return launch
-
-    def launch(self, x: Tensor, bias: Tensor | None, out: Tensor, stream: int, overlap: bool = False) -> None:
-        """x [m, k] with 16-byte aligned rows, bias [n] of x's dtype or fp32, contiguous out [m, n]; on x's device.
-
-        stream: the raw stream to launch on. overlap: the weight was not written by the kernel before this one, so it
-        may be read while that one ends.
-        """
-        launch = self._overlapping if overlap else self._plain
-        added, fp32 = (0, 0) if bias is None else (bias.data_ptr(), bias.dtype == torch.float32)
-        m, k = x.shape
-        n, stride = out.shape[1], x.stride(0)
-        with self._lock:  # the driver copies the parameters before it returns
-            _CALL.pack_into(
-                self._problem, _Problem.x.offset, x.data_ptr(), added, out.data_ptr(), stride, m, n, k, fp32
-            )
-            launch.hStream = stream
-            (error,) = self._driver.cuLaunchKernelEx(launch, self._kernel, self._address, 0)
-        if error:
-            raise RuntimeError(f"{STEM}: launch failed with {error.name} for {self.config}")
+def _arguments(weight: PackedWeight, config: Config, grid: Grid, arch: str) -> tuple[ctypes.Structure, ...]:
+    """The kernel's arguments for a weight; what a call brings is filled in later."""
+    n, k = weight.shape
+    maps = _Maps()
+    for kind, tiles in enumerate((config.TILES, config.LAST, config.LAST - 1)):
+        if arch in BULK_COPY and tiles:
+            maps.codes[kind] = _tensor_map(weight.codes, n, k // 2, 16 * tiles, 128)
+        if not config.SCALE_SIDE and tiles:
+            absmax = weight.parts["absmax"]
+            maps.scales[kind] = _tensor_map(absmax, n, k // config.BLOCK, 16 * tiles, config.stage_blocks)
+    tiles, larger = divmod(_ceil_div(n, 16), grid.clusters)
+    problem = _Problem(codes=weight.codes.data_ptr(), n=n, k=k, tiles=tiles, larger=larger, units=grid.units)
+    return maps, _codebook(weight.format.codebook, config.TERMS), _scales(weight), problem
 
 
 @cache
@@ -434,112 +382,57 @@ def _device(index: int) -> tuple[str, int]:
     return f"sm_{capability[0]}{capability[1]}{suffix}", properties.multi_processor_count
 
 
-def bind(weight: PackedWeight, dtype: torch.dtype, m: int, strict: bool = False) -> Bound:
+def bind(weight: PackedWeight, dtype: torch.dtype, m: int, strict: bool = False) -> Launch:
     """Compile or find the kernel for a weight on a GPU and m rows of x, at most `_chunk`; not inside graph capture."""
     device = weight.device.index
     arch, multiprocessors = _device(device)
     n, k = weight.shape
     side = not copies_scales(weight, arch)
     config, grid = configure(weight.format, dtype, m, n, k, arch, multiprocessors, strict, side)
-    return Bound(weight, config, grid, arch, device)
+    return Launch(
+        nvrtc.load(STEM, arch, asdict(config), device, config.shared_bytes),
+        _arguments(weight, config, grid, arch),
+        blocks=grid.clusters * config.SPLIT,
+        threads=config.threads,
+        shared_bytes=config.shared_bytes,
+        early=bool(config.OVERLAP),
+        alignment=ALIGNMENT,
+        rows=config.GROUPS * config.X_ROWS,
+        name=f"{STEM} {config}",
+    )
 
 
-class _Cache:
-    """Bound layers by what they are made of, for weights that are made anew for each call. The least used go first."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._bound: OrderedDict[tuple[Any, ...], Bound] = OrderedDict()
-
-    def get(self, weight: PackedWeight, addresses: list[int], dtype: torch.dtype, m: int, strict: bool) -> Bound:
-        key = (weight.format.key, weight.shape, *addresses, weight.device.index, dtype, (m - 1).bit_length(), strict)
-        with self._lock:
-            bound = self._bound.get(key)
-            if bound is not None:
-                self._bound.move_to_end(key)
-                return bound
-        bound = bind(weight, dtype, m, strict)
-        with self._lock:
-            self._bound[key] = bound
-            while len(self._bound) > BOUND_LAYERS:
-                self._bound.popitem(last=False)
-        return bound
+def _launcher(weight: PackedWeight) -> Launcher | None:
+    """The weight's launcher; None where the kernel cannot take its addresses (views that are not aligned)."""
+    launcher = Launcher.of(STEM, weight)
+    return launcher if launcher.readable and launcher.addresses[0] % ALIGNMENT == 0 else None
 
 
-_cache = _Cache()
-
-
-class _Launcher:
-    """What is known of one weight, kept with it: its kernels, and whether its bytes have stayed as they were."""
-
-    def __init__(self, weight: PackedWeight) -> None:
-        self.parts = tuple(weight.parts.values())
-        self.addresses = [part.data_ptr() for part in self.parts]
-        self.index = weight.device.index
-        self.chunk = _chunk(_device(self.index)[0])
-        self.aligned = weight.codes.data_ptr() % 16 == 0 and all(
-            address % part.element_size() == 0 for part, address in zip(self.parts, self.addresses, strict=True)
-        )
-        self._bound: dict[tuple[torch.dtype, int, bool], Bound] = {}
-        self._versions: list[int] | None = None
-        self._streams: set[int] = set()
-
-    @classmethod
-    def of(cls, weight: PackedWeight) -> _Launcher:
-        """The weight's launcher; a new one where its tensors have been given other memory."""
-        known: _Launcher | None = weight.__dict__.get(STEM)
-        if known is None or [part.data_ptr() for part in known.parts] != known.addresses:
-            known = cls(weight)
-            weight.__dict__[STEM] = known
-        return known
-
-    def bound(self, weight: PackedWeight, dtype: torch.dtype, m: int, strict: bool) -> Bound:
-        """The kernel for m rows of x, at most `chunk`; compiled and loaded the first time."""
-        key = (dtype, (m - 1).bit_length(), strict)
-        found = self._bound.get(key)
-        if found is None:
-            found = self._bound[key] = _cache.get(weight, self.addresses, dtype, m, strict)
-        return found
-
-    def settled(self, stream: int) -> bool:
-        """Whether no kernel right before this launch can be writing the weight, so that it may be read meanwhile.
-
-        So it is if the weight has not changed since a launch on the same stream. Inside graph capture a launch on any
-        stream will do: a kernel of the graph that writes the weight would have changed its version while captured.
-        (Writing through `.data` changes no version: whoever does so right before a launch waits for it first.)
-        """
-        try:
-            versions = [part._version for part in self.parts]
-        except RuntimeError:  # inference tensors keep no version
-            return False
-        if versions == self._versions:
-            if stream in self._streams or torch.cuda.is_current_stream_capturing():
-                return True
-            self._streams.add(stream)
-            return False
-        self._versions, self._streams = versions, {stream}
-        return False
+def launch_for(weight: PackedWeight, dtype: torch.dtype, m: int) -> Launch | None:
+    """See registry.Kernel."""
+    launcher = _launcher(weight)
+    if launcher is None or m > _chunk(_device(launcher.index)[0]):
+        return None
+    return launcher.get(bind, weight, dtype, m, False)
 
 
 def run(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, strict: bool = False) -> None:
     """See registry.Run. Weights at odd addresses (views that are not 16-byte aligned) go to the fallback."""
-    launcher = _Launcher.of(weight)
-    if not launcher.aligned:
+    launcher = _launcher(weight)
+    if launcher is None:
         fallback.run(x, weight, bias, out)
         return
     m = x.shape[0]
     row = x.stride(0) * x.element_size() if m > 1 else 0
-    if (x.data_ptr() | row) & 15 or x.stride(1) != 1:
+    if (x.data_ptr() | row) % ALIGNMENT or x.stride(1) != 1:
         x = x.clone(memory_format=torch.contiguous_format)
-    stream = torch._C._cuda_getCurrentRawStream(launcher.index)
-    overlap = launcher.settled(stream)
-    if m <= launcher.chunk:
-        launcher.bound(weight, x.dtype, m, strict).launch(x, bias, out, stream, overlap)
-        return
-    for first in range(0, m, launcher.chunk):
-        rows = slice(first, min(m, first + launcher.chunk))
-        bound = launcher.bound(weight, x.dtype, rows.stop - rows.start, strict)
-        bound.launch(x[rows], bias, out[rows], stream, overlap or first > 0)
+    stream = launcher.stream()
+    early = launcher.settled(stream)
+    chunk = _chunk(_device(launcher.index)[0])
+    for first in range(0, m, chunk):
+        rows = slice(first, min(m, first + chunk))
+        launch = launcher.get(bind, weight, x.dtype, rows.stop - rows.start, strict)
+        launch(part(x, rows), bias, part(out, rows), stream, early or first > 0)
 
 
 register(
@@ -552,6 +445,7 @@ register(
         run=run,
         batch_invariant_to=MAX_M,
         describe=describe,
+        launch=launch_for,
     )
 )
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..formats import BlockFormat, PackedWeight
+from .launch import Launch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -56,7 +57,8 @@ class Kernel:
     """What a kernel is and can do.
 
     supports: the reason why it cannot serve a problem, or None where it can. cost: predicted seconds of a call.
-    run: writes `out`; its inputs are already validated. describe: its configuration for a problem, in words.
+    run: writes `out`; its inputs are already validated. describe: its configuration for a problem, in words. launch:
+    for a CUDA kernel, the one launch with which `run` serves m rows of x at aligned addresses; None where it does not.
     run_adapters: `run` with adapters, where the kernel folds them in; rows without an adapter have the bits of `run`.
     """
 
@@ -69,6 +71,7 @@ class Kernel:
     deterministic: bool = True
     batch_invariant_to: int = 0  # the largest M for which a row's bits do not depend on M
     describe: Callable[[Problem], str] | None = None
+    launch: Callable[[PackedWeight, torch.dtype, int], Launch | None] | None = field(default=None, repr=False)
     run_adapters: RunAdapters | None = field(default=None, repr=False)
 
 

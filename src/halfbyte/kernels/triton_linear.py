@@ -21,6 +21,7 @@ from ..formats.codecs import GroupZero
 from ..formats.table import AWQ_ORDER
 from . import codebook_gemv as gemv
 from . import fallback
+from .launch import readable
 from .registry import Kernel, Problem, register
 
 STEM = "triton_linear"
@@ -170,7 +171,7 @@ def launch(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor) ->
 
 def run(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor) -> None:
     """See registry.Run. Words and numbers at addresses that no load can take go to the fallback."""
-    if not gemv.readable(weight):
+    if not readable(weight):
         fallback.run(x, weight, bias, out)
         return
     if x.stride(1) != 1:

@@ -1,0 +1,103 @@
+"""A CUDA device that is not there: the driver's functions that a launch calls, in Python, on memory of the CPU.
+
+All of the path from the operator to the driver is the real one, codebook_mma's launcher included; only compiling and
+the driver are pretended. "Launching" multiplies by what the weight decodes to, with what the launch says of x.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import OrderedDict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from halfbyte import ops
+from halfbyte.formats import PackedWeight
+from halfbyte.kernels import codebook_mma, launch, nvrtc, shortcut
+from halfbyte.kernels.launch import Launcher
+
+DTYPES = list(codebook_mma.X_TYPES)  # the pretended kernel for x of the i-th is i + 1
+
+
+class PretendedGpu:
+    """One device, one stream at a time. `launches` holds what was launched; `errors` what the driver returns next."""
+
+    def __init__(self) -> None:
+        self.weights: dict[tuple[int, int, int], PackedWeight] = {}  # by addresses of codes and scales, and N
+        self.launches: list[SimpleNamespace] = []
+        self.errors: list[int] = []
+        self.current_device, self.stream, self.capturing = 0, 0, False
+        pointer, integer = ctypes.c_void_p, ctypes.c_int
+        self.cuLaunchKernelEx = ctypes.CFUNCTYPE(integer, pointer, pointer, pointer, pointer)(self._launch)
+        self.cuCtxGetDevice = ctypes.CFUNCTYPE(integer, ctypes.POINTER(integer))(self._device)
+        self.cuStreamIsCapturing = ctypes.CFUNCTYPE(integer, pointer, ctypes.POINTER(integer))(self._capturing)
+
+    def _launch(self, config: int, function: int, parameters: int, extra: int) -> int:
+        if self.errors:
+            return self.errors.pop()
+        pointers = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))
+        scales = codebook_mma._Scales.from_address(pointers[2] or 0)
+        call = codebook_mma._Problem.from_address(pointers[3] or 0)
+        weight = self.weights[call.codes, scales.values, call.n]
+        dtype = DTYPES[function - 1]
+        x = _matrix(call.x, call.m, call.k, call.x_stride, dtype)
+        y = x.double() @ weight.dequantize(torch.float64).t()
+        if call.bias:
+            y += _matrix(call.bias, 1, call.n, call.n, torch.float32 if call.bias_is_fp32 else dtype).double()
+        _matrix(call.out, call.m, call.n, call.n, dtype).copy_(y)
+        launched = launch._Config.from_address(config)
+        self.launches.append(
+            SimpleNamespace(m=call.m, early=bool(launched.count), stream=launched.stream or 0, blocks=launched.grid[0])
+        )
+        return 0
+
+    def _device(self, out: Any) -> int:
+        out[0] = self.current_device
+        return 0
+
+    def _capturing(self, stream: int, out: Any) -> int:
+        out[0] = self.capturing
+        return 0
+
+
+def _matrix(address: int, rows: int, columns: int, stride: int, dtype: torch.dtype) -> Tensor:
+    elements = (rows - 1) * stride + columns
+    buffer = (ctypes.c_char * (elements * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(buffer, dtype=dtype).as_strided((rows, columns), (stride, 1))
+
+
+def use(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have tensors of the CPU served by codebook_mma on `gpu`."""
+    ops._kernel.cache_clear()
+    monkeypatch.setattr(launch, "driver", lambda: gpu)
+    monkeypatch.setattr(Launcher, "_shared", OrderedDict())
+    monkeypatch.setattr(ops, "arch_of", lambda device: "sm_90a")
+    monkeypatch.setattr(ops, "_weights", ops.Memo())
+    monkeypatch.setattr(codebook_mma, "reason_against", lambda problem: None)
+    monkeypatch.setattr(codebook_mma, "_device", lambda index: ("sm_90a", 132))
+    monkeypatch.setattr(codebook_mma, "_tensor_map", lambda *arguments: codebook_mma._TensorMap())
+    monkeypatch.setattr(nvrtc, "load", lambda stem, arch, macros, *rest: 1 + macros["X_TYPE"])
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: gpu.stream, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.capturing)
+    known = codebook_mma._arguments
+
+    def arguments(weight: PackedWeight, *rest: Any) -> Any:
+        made = known(weight, *rest)
+        _, _, scales, problem = made
+        gpu.weights[problem.codes, scales.values, problem.n] = weight
+        return made
+
+    monkeypatch.setattr(codebook_mma, "_arguments", arguments)
+
+
+def connect(monkeypatch: pytest.MonkeyPatch) -> Any | None:
+    """The shortcut, on the pretended driver, and where ops looks for it; None where it was not built."""
+    module = shortcut.connect(ops.linear_on_tensors)
+    if module is not None:
+        monkeypatch.setattr(ops, "_shortcut", module)
+        monkeypatch.setattr(ops, "_linear", module.linear)
+    return module
