@@ -16,7 +16,7 @@ from halfbyte.integrations import bitsandbytes as switch
 from halfbyte.kernels.cpu import library
 
 bnb = pytest.importorskip("bitsandbytes")
-from halfbyte.integrations.optimize import most_rows  # noqa: E402
+from halfbyte.integrations.linear4bit import most_rows  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(library() is None, reason="no library of CPU kernels here"),
@@ -256,4 +256,4 @@ def test_together_with_the_switch():
     assert layer.support_avx512bf16_for_cpu == gate
     assert switch.status().served == {"linear": {"cpu_linear": {"1": 2}}, "gemm_4bit": {"cpu_linear": {"1": 1}}}
     with pytest.raises(TypeError, match=r"halfbyte\.optimize\(model\) makes these"):
-        halfbyte.integrations.optimize.QuantLinear4bit()
+        halfbyte.integrations.linear4bit.QuantLinear4bit()

@@ -19,7 +19,8 @@ from halfbyte import reference
 from halfbyte.integrations import bitsandbytes as switch
 
 bnb = pytest.importorskip("bitsandbytes")
-from halfbyte.integrations.optimize import QuantLinear4bit, optimize, restore  # noqa: E402
+from halfbyte.integrations.linear4bit import QuantLinear4bit  # noqa: E402
+from halfbyte.integrations.optimize import optimize, restore  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

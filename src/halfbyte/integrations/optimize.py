@@ -1,194 +1,59 @@
-"""`halfbyte.optimize(model)`: bitsandbytes' layers as QuantLinear, on the memory that they have; `restore` undoes it.
+"""`halfbyte.optimize(model)`: bitsandbytes' layers as QuantLinear, and PEFT's LoRA in their pass; `restore` undoes it.
 
-    halfbyte.optimize(model)   # how many layers run on halfbyte now
-    halfbyte.restore(model)    # the very same layers as before
-
-The switch (`halfbyte.integrations.bitsandbytes`) leaves bitsandbytes' modules as they are, and so the Python that
-they run at each call: checks, casts that mostly change nothing, a look at the CPU. Here the module itself changes its
-class, to one that is a QuantLinear and still a Linear4bit: object, parameters, hooks and names stay, so that PEFT and
-transformers go on finding what they look for, and the state is saved as bitsandbytes saves it.
+halfbyte.optimize(model)   # how many layers run on halfbyte now
+halfbyte.restore(model)    # the very same layers as before
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections import Counter
-from functools import lru_cache
-from typing import Any
 
-import torch
-from bitsandbytes.nn import Linear4bit, LinearFP4, LinearNF4
-from torch import Tensor, nn
-
-from ..device import arch_of
-from ..formats import PackedWeight, get_format
-from ..kernels import Problem
-from ..kernels.registry import DTYPES
-from ..nn import QuantLinear
-from ..ops import linear_op
-from ..plan import plan
-from .bitsandbytes import OUR_BACKENDS, SERVED_ROWS, decoding_is_faster, format_key, put_back, raw_parts
-
-KNOWN = (Linear4bit, LinearNF4, LinearFP4)  # their forward is the one that is replaced
-MOST_ROWS = 1 << 20  # no more rows of x than these are asked about
+from torch import nn
 
 logger = logging.getLogger("halfbyte")
 
 
-class QuantLinear4bit(QuantLinear, Linear4bit):  # type: ignore[misc]
-    """A `Linear4bit` on halfbyte's operator; `optimize` makes them, there is no other way to one.
-
-    forward: x [..., in_features] -> [..., out_features] of x's dtype, computed in `compute_dtype` as in bitsandbytes;
-    without a cast where x has it. What halfbyte would not do faster, bitsandbytes' own forward computes: calls that
-    need a gradient (its backward pass decodes the weight fast), and more rows than a kernel takes.
-
-    `weight` is bitsandbytes' `Params4bit`, and all that is known of the weight is read from it at each call, so that
-    others may replace it, as PEFT does when it merges an adapter.
-    """
-
-    _apply = nn.Module._apply  # Params4bit moves its scales along with it, and never casts them
-    _save_to_state_dict = Linear4bit._save_to_state_dict
-    _load_from_state_dict = nn.Module._load_from_state_dict
-    extra_repr = nn.Linear.extra_repr
-    support_avx512bf16_for_cpu = property(lambda self: False, lambda self, value: None)  # never repack
-
-    def __init__(self) -> None:
-        raise TypeError("QuantLinear4bit: halfbyte.optimize(model) makes these out of bitsandbytes' Linear4bit")
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight: Any = self._parameters["weight"]
-        dtype: Any = self.compute_dtype
-        state: Any = getattr(weight, "quant_state", None)
-        if state is None or dtype is None or (torch.is_grad_enabled() and (x.requires_grad or self._bias_learns)):
-            return Linear4bit.forward(self, x)  # type: ignore[no-any-return]
-        key = format_key(state)
-        n, k = state.shape
-        if key is None or x.numel() > most_rows(key, dtype, n, k, x.device) * k:
-            return Linear4bit.forward(self, x)  # type: ignore[no-any-return]
-        bias: Any = self._parameters["bias"]
-        if bias is not None and bias.dtype != dtype:
-            bias = bias.to(dtype)
-        parts = raw_parts(weight, state)
-        if x.dtype == dtype:
-            out: Tensor = linear_op(x, parts, bias, key, n, k)
-            return out
-        out = linear_op(x.to(dtype), parts, bias, key, n, k)
-        return out.to(x.dtype)
-
-    @property
-    def _state(self) -> Any:
-        """bitsandbytes' QuantState of the weight."""
-        weight: Any = self.weight
-        return weight.quant_state
-
-    @property
-    def _bias_learns(self) -> bool:
-        return self.bias is not None and self.bias.requires_grad
-
-    @property
-    def packed(self) -> PackedWeight:
-        """The weight, on this layer's memory."""
-        state = self._state
-        key = format_key(state)
-        if key is None:
-            raise ValueError(f"QuantLinear4bit: halfbyte has no format for {state.quant_type} in {state.blocksize}s")
-        format = get_format(key)
-        parts = raw_parts(self.weight, state)
-        parts[0] = parts[0].detach().view(-1)
-        return PackedWeight(format, tuple(state.shape), dict(zip(format.parts(*state.shape), parts, strict=True)))
-
-    @property
-    def weight_dtype(self) -> torch.dtype:  # type: ignore[override]
-        """The weight's dtype before quantisation."""
-        dtype: torch.dtype = self._state.dtype
-        return dtype
-
-    @property
-    def _format_key(self) -> str:  # type: ignore[override]
-        return self.packed.format.key
-
-    def adopt(self, weight: PackedWeight) -> None:
-        raise TypeError("QuantLinear4bit: its weight is bitsandbytes'; call halfbyte.restore(model) to replace layers")
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def most_rows(key: str, dtype: torch.dtype, n: int, k: int, device: torch.device) -> int:
-    """Rows of x up to which halfbyte serves a layer [n, k]; beyond, bitsandbytes is faster, or there is no kernel."""
-    return _most_rows(key, dtype, n, k, device)
-
-
-@lru_cache(maxsize=4096)
-def _most_rows(key: str, dtype: torch.dtype, n: int, k: int, device: torch.device) -> int:
-    if dtype not in DTYPES:
-        return 0
-
-    def serves(m: int) -> bool:
-        kernel = plan(Problem(get_format(key), dtype, m, n, k, arch_of(device))).kernel
-        return kernel.backend in OUR_BACKENDS and (
-            m <= SERVED_ROWS or not decoding_is_faster(kernel.backend, dtype, (n, k))
-        )
-
-    fewest, most = 0, MOST_ROWS
-    if serves(most):
-        return most
-    while most - fewest > 1:  # kernels serve up to some number of rows
-        middle = (fewest + most) // 2
-        fewest, most = (middle, most) if serves(middle) else (fewest, middle)
-    return fewest
-
-
 def optimize(model: nn.Module) -> int:
-    """Turn every 4-bit layer of bitsandbytes in `model` into a QuantLinear, in place; returns how many there are now.
+    """Run the 4-bit layers of `model` on halfbyte, LoRA included, in place; returns how many layers do so now.
 
-    Layers below PEFT's adapters are found, too. Nothing is copied. A weight that bitsandbytes repacked for its AVX-512
-    kernels is put back into the checkpoint's layout: its codes exactly, its scales as the bf16 numbers left of them.
-    Layers of classes that others derived from Linear4bit, and layers without a quantised weight (on the meta device,
-    offloaded), stay as they are; the log says so. No forward pass may run in another thread meanwhile.
+    Every 4-bit layer of bitsandbytes becomes a QuantLinear (`linear4bit.py`), also below PEFT's adapters, and every
+    LoRA layer of PEFT over a QuantLinear adds its adapters within that layer's pass (`peft.py`). Nothing is copied. A
+    weight that bitsandbytes repacked for its AVX-512 kernels is put back into the checkpoint's layout: its codes
+    exactly, its scales as the bf16 numbers left of them. Layers of classes that others derived, and layers without a
+    quantised weight (on the meta device, offloaded), stay as they are; the log says so. Call it again after layers were
+    added. No forward pass may run in another thread meanwhile.
 
-    Raises ValueError where the model has no layer that can be optimised, ModuleNotFoundError without bitsandbytes.
+    Raises ValueError where the model has no layer that can be optimised.
     """
     left: Counter[str] = Counter()
     count = 0
-    for module in model.modules():
-        if not isinstance(module, Linear4bit):
-            continue
-        reason = None if isinstance(module, QuantLinear4bit) else _reason_against(module)
-        if reason is not None:
-            left[reason] += 1
-            continue
-        if not isinstance(module, QuantLinear4bit):
-            put_back(module)
-            module.__dict__["_halfbyte_was"] = type(module)
-            module.__class__ = QuantLinear4bit
-        count += 1
+    if "bitsandbytes" in sys.modules:  # else nobody can have made a layer of it
+        from .linear4bit import take_over
+
+        count += take_over(model, left)
+    if "peft" in sys.modules:
+        from .peft import fold
+
+        count += fold(model, left)
     for reason, number in left.items():
         logger.warning("optimize: %d layers stay as they are: %s", number, reason)
     if not count:
-        why = "; ".join(left) or "it has no bitsandbytes.nn.Linear4bit"
+        why = "; ".join(left) or "it has no bitsandbytes.nn.Linear4bit, and no LoRA over a QuantLinear"
         raise ValueError(f"optimize: nothing to do in this model: {why}")
     return count
 
 
 def restore(model: nn.Module) -> int:
-    """Undo `optimize`: the same objects are bitsandbytes' layers again. Returns how many; 0 if none was optimised."""
+    """Undo `optimize`: the same objects are of their own classes again. Returns how many layers; 0 if none was."""
     count = 0
-    for module in model.modules():
-        if isinstance(module, QuantLinear4bit):
-            module.__class__ = module.__dict__.pop("_halfbyte_was")
-            count += 1
+    if "peft" in sys.modules:
+        from .peft import unfold
+
+        count += unfold(model)
+    if "bitsandbytes" in sys.modules:
+        from .linear4bit import give_back
+
+        count += give_back(model)
     return count
-
-
-def _reason_against(module: Any) -> str | None:
-    """Why a Linear4bit cannot be optimised, or None."""
-    if type(module) not in KNOWN:
-        return f"{type(module).__name__} may have a forward of its own"
-    weight = module.weight
-    state = getattr(weight, "quant_state", None)
-    if state is None or weight.is_meta or not weight.bnb_quantized:
-        return "their weights are not quantised, or not in memory"
-    if "forward" in module.__dict__:
-        return "their forward was replaced, by a hook of accelerate's for example"
-    if len(state.shape) != 2 or tuple(state.shape) != (module.out_features, module.in_features):
-        return f"a weight of shape {list(state.shape)}"
-    return None
