@@ -1,4 +1,4 @@
-"""A page in headless Chromium, driven by the DevTools protocol over a pair of pipes: no package, no port, no network."""
+"""A page in headless Chromium, driven by the DevTools protocol over two pipes: no package, no port, no network."""
 
 from __future__ import annotations
 

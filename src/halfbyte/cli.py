@@ -19,6 +19,7 @@ from .lab.capacity_cli import plan_command
 from .lab.cli import lab_app
 from .lab.drop_in_cli import bench_generate_command, verify_bitsandbytes_command
 from .lab.prove_cli import prove_command
+from .lab.report_cli import report_command
 from .terminal import (
     DEFAULT_DEVICE,
     DeviceOption,
@@ -348,3 +349,4 @@ def demo(
 
 app.command("prove")(prove_command)
 app.command("plan")(plan_command)
+app.command("report")(report_command)

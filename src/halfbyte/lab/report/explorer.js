@@ -14,7 +14,8 @@
   function chooseFormat(index) {
     state.format = DATA.explorer[index];
     byId("explorer-position").max = state.format.positions.length - 1;
-    choosePosition(0);
+    const different = state.format.positions.findIndex(({ byte }) => byte >> 4 !== (byte & 15));
+    choosePosition(Math.max(0, different));
   }
 
   function choosePosition(index) {
@@ -55,9 +56,10 @@
 
   function card(each, index) {
     const { half, code } = each;
-    const kept = half === "high" ? `${hex(state.byte)[0]}` : `${hex(state.byte)[1]}`;
+    const nibbles = (byte) => `${bits(byte >> 4, 4)} ${bits(byte & 15, 4)}`;
+    const done = half === "high" ? ">> 4" : "& 0000 1111";
     const lines = [
-      ["code", `${each.expression} = 0x${kept} = ${code}`, `${bits(state.byte, 8)} → ${bits(code, 4)}` +
+      ["code", `${each.expression} = ${code}`, `${nibbles(state.byte)} ${done} = ${nibbles(code)}` +
         (each.word ? `; of the 32-bit word: ${each.word}` : "")],
       ["codebook", `codebook[${code}] = ${signed(each.entry)}`],
       ["scale", `block ${each.block}: ${signed(each.scale)}`, each.scale_from.join("; ")],

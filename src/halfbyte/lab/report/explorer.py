@@ -7,6 +7,7 @@ block (`PackedWeight.dequantize`), how a block's scale and offset are read. The 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ def families() -> dict[str, list[str]]:
     return found
 
 
+@cache
 def explorer_data() -> list[dict[str, Any]]:
     """A record for each family's default format; docs/report.md describes it."""
     return [describe(name, get_format(keys[0])) for name, keys in families().items()]

@@ -46,10 +46,10 @@ def write_report(
     """Write the page of some files of rows and proofs.
 
     Raises what `read_rows` and `read_proof` raise, ModuleNotFoundError without matplotlib where there is something to
-    draw, IsADirectoryError where `out` is a directory. Nothing is written then; else the file is whole at once.
+    draw, ValueError where `out` is a directory. Nothing is written then; else the file is whole at once.
     """
     if out.is_dir():
-        raise IsADirectoryError(f"--out {out} is a directory; name the HTML file to write")
+        raise ValueError(f"--out {out} is a directory; name the HTML file to write")
     rows = read_rows(files)
     chosen = latest(rows)
     shown = [read_proof(file, number) for number, file in enumerate(proofs)]
@@ -62,7 +62,7 @@ def write_report(
         title=title,
         files=[str(file.name) for file in files],
         rows_read=len(rows),
-        speedups=speedups(of_suite(chosen, "linear")),
+        speedups=speedups(of_suite(chosen, "linear", "layer")),
         others=other_suites(chosen),
         proofs=shown,
         environment=_environments(rows, shown),
@@ -127,7 +127,7 @@ def _environments(rows: Sequence[Row], proofs: Sequence[Proof]) -> Table:
         where = proof.environment
         cells.append([*(where[name] for name in fields), where["date"][:10], proof.name])
     columns = ["device", "arch", "driver", "torch", "commit", "date", "what"]
-    return Table("Where it was measured", columns, [[str(cell) for cell in row] for row in cells], numeric=False)
+    return Table("Where it was measured", columns, [[str(cell) for cell in row] for row in cells], left=len(columns))
 
 
 def _here() -> Table:
@@ -135,4 +135,4 @@ def _here() -> Table:
     where = asdict(Environment.of(torch.device("cpu")))
     where |= {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
     return Table("Where this page was made", ["", ""], [[name, str(value)] for name, value in where.items() if value],
-                 numeric=False)  # fmt: skip
+                 left=2)  # fmt: skip

@@ -73,6 +73,12 @@ def _labels(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(label_of(row) for row in sorted(rows, key=lambda row: not is_ours(row))))
 
 
+def _dots(axes: Any, points: Sequence[tuple[float, float]], style: dict[str, Any], label: str) -> None:
+    """Points; peers' are hollow, so that those beneath show."""
+    fill = "full" if label.startswith("halfbyte") else "none"
+    axes.plot(*zip(*points, strict=True), linestyle="none", fillstyle=fill, **style)
+
+
 def _plain(axes: Any, which: str, base: int = 10) -> None:
     """A logarithmic axis with numbers written out."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
@@ -80,27 +86,34 @@ def _plain(axes: Any, which: str, base: int = 10) -> None:
     getattr(axes, f"set_{which}scale")("log", base=base)
     axis = getattr(axes, f"{which}axis")
     low, high = getattr(axes, f"get_{which}lim")()
-    narrow = high / low < 40 and base == 10
-    axis.set_major_locator(LogLocator(base=base, subs=(1, 2, 5) if narrow else (1,)))
+    subs = (1, 2, 5) if high / low < 40 else (1, 3) if high / low < 1000 else (1,)
+    axis.set_major_locator(LogLocator(base=base, subs=subs if base == 10 else (1,)))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
 
 
 def roofline_groups(rows: Sequence[Row]) -> list[Group]:
-    """For each device one figure: achieved arithmetic against arithmetic a byte of weights, under the roofs."""
+    """For each device one figure: FLOP/s achieved against FLOP a byte of weights, under the roofs.
+
+    A device that was measured at one intensity only has no figure.
+    """
     found: list[Group] = []
-    for (device,), mine in by([row for row in of_suite(rows, "linear") if row["ceiling_tb_per_s"]], "device").items():
+    for (device,), mine in by(
+        [row for row in of_suite(rows, "linear", "layer") if row["ceiling_tb_per_s"]], "device"
+    ).items():
+        if len({flops(row) / row["bytes"] for row in mine}) < 2:
+            continue
         labels = list(dict.fromkeys(row["kernel"] for row in sorted(mine, key=lambda row: not is_ours(row))))
         styles = _styles(labels)
-        figure, axes = new_figure(6.2, 4.2)
+        figure, axes = new_figure()
         for label in labels:
             points = [
                 (flops(row) / row["bytes"], flops(row) / row["us"] / 1e6) for row in mine if row["kernel"] == label
             ]
-            axes.plot(*zip(*points, strict=True), linestyle="none", **styles[label])
+            _dots(axes, points, styles[label], label)
         about = _roofs(axes, device, mine)
-        axes.set_xlabel("multiplications and additions for a byte of weights")
-        axes.set_ylabel("10¹² a second")
+        axes.set_xlabel("FLOP a byte of weights")
+        axes.set_ylabel("TFLOP/s")
         _plain(axes, "x", base=2)
         _plain(axes, "y")
         best = max(mine, key=lambda row: row["tb_per_s"] / row["ceiling_tb_per_s"])
@@ -132,7 +145,7 @@ def _roofs(axes: Any, device: str, rows: Sequence[Row]) -> list[str]:
         axes.plot([card.tensor_tflops / quoted, right], [card.tensor_tflops] * 2, color=FAINT, ls=":", marker="")
         about.append(
             f"Dotted, quoted and not measured ({card.source}): {_rate(quoted)} and "
-            f"{card.tensor_tflops:g} · 10¹² multiplications and additions a second in fp16."
+            f"{card.tensor_tflops:g} TFLOP/s in fp16."
         )
     end = min(right, card.tensor_tflops / measured) if card else right
     axes.plot([left, end], [left * measured, end * measured], color=INK, ls="-", marker="", lw=1)
@@ -160,7 +173,7 @@ def time_groups(rows: Sequence[Row], prefix: str = "time") -> list[Group]:
         about = [f"x in {dtype}; {_where(suite)}. Bars: 20th to 80th percentile. {provenance(shown)}."]
         legend = [*_legend(labels), *([Key("ink", "╌╌", "floor: bytes of our format at the run's read ceiling")] if
                   any(map(_has_floor, shown)) else [])]  # fmt: skip
-        found.append(Group(f"{device}, {dtype}", about, legend, plots, shown))
+        found.append(Group(f"{device}, {dtype}, suite {suite}", about, legend, plots, shown))
     return found
 
 
@@ -259,14 +272,15 @@ def error_group(document: dict[str, Any], prefix: str) -> Group:
     for name in document["peers"]:
         series[name] = [(i, _worst(layer["peers"][name])) for i, layer in enumerate(layers) if name in layer["peers"]]
     series = {name: points for name, points in series.items() if points}
-    figure, axes = new_figure(6.2, 3.4)
+    figure, axes = new_figure()
     styles = _styles(list(series))
     for name, points in reversed(series.items()):
-        axes.plot(*zip(*points, strict=True), linestyle="none", **styles[name])
+        _dots(axes, points, styles[name], name)
     axes.axhline(allowed, color=INK, lw=1, ls="--")
     axes.annotate(
         f"{allowed:g} allowed", (1, allowed), xycoords=("axes fraction", "data"), fontsize=8, ha="right", va="bottom"
     )
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("layer, in the checkpoint's order")
     axes.set_ylabel("error / rounding limit")
     words = [

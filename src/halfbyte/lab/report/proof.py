@@ -96,4 +96,5 @@ def _plain(words: Any) -> str:
 def _table(table: RichTable) -> Table:
     columns = [[_plain(cell) for cell in column.cells] for column in table.columns]
     rows = [list(row) for row in zip(*columns, strict=True)]
-    return Table(_plain(table.title or ""), [_plain(column.header) for column in table.columns], rows)
+    left = sum(column.justify != "right" for column in table.columns)
+    return Table(_plain(table.title or ""), [_plain(column.header) for column in table.columns], rows, left)

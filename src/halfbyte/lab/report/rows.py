@@ -137,4 +137,6 @@ def provenance(rows: Sequence[Row]) -> str:
     days = sorted({row["date"][:10] for row in rows})
     span = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     files = ", ".join(sorted({row["file"] for row in rows if "file" in row}))
-    return f"{len(rows)} rows of commit {commits}, {span}" + (f"; {files}" if files else "")
+    return f"{len(rows)} row{'s' if len(rows) > 1 else ''} of commit {commits}, {span}" + (
+        f"; {files}" if files else ""
+    )

@@ -11,17 +11,17 @@ from .rows import Row, by, is_ours, label_of, of_suite
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as text; the first column is a heading, the others are numbers where `numeric`."""
+    """Cells as text: `left` columns of words, the first of which is each row's heading, then numbers."""
 
     title: str
     columns: list[str]
     rows: list[list[str]]
-    numeric: bool = True
+    left: int = 1
 
 
-def rows_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
+def rows_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], left: int = 1) -> Table:
     """A table of any values, as text."""
-    return Table(title, list(columns), [[str(cell) for cell in row] for row in rows])
+    return Table(title, list(columns), [[str(cell) for cell in row] for row in rows], left)
 
 
 def layer_table(title: str, rows: Iterable[Row]) -> Table | None:
@@ -52,7 +52,7 @@ def layer_table(title: str, rows: Iterable[Row]) -> Table | None:
         ]
         for row in ordered
     ]  # fmt: skip
-    return rows_table(title, columns, cells) if cells else None
+    return rows_table(title, columns, cells, left=4) if cells else None
 
 
 def speedups(rows: Sequence[Row]) -> list[Table]:
@@ -64,7 +64,7 @@ def speedups(rows: Sequence[Row]) -> list[Table]:
     ours_have = {row["format"] for row in rows if is_ours(row)}
     for (device, dtype), mine in by(rows, "device", "dtype").items():
         ratios: dict[tuple[str, str], dict[int, list[float]]] = {}
-        for run in by(mine, "date", "commit", "N", "K", "M").values():
+        for run in by(mine, "suite", "date", "commit", "N", "K", "M").values():
             for ours in filter(is_ours, run):
                 for peer in run:
                     if is_ours(peer) or (peer["format"] in ours_have and peer["format"] != ours["format"]):
@@ -78,7 +78,9 @@ def speedups(rows: Sequence[Row]) -> list[Table]:
         ]
         if cells:
             columns = ["halfbyte's", "peer", *(f"M = {m}" for m in ms)]
-            tables.append(rows_table(f"{device}, x in {dtype}; in brackets the number of shapes", columns, cells))
+            tables.append(
+                rows_table(f"{device}, x in {dtype}; in brackets the number of shapes", columns, cells, left=2)
+            )
     return tables
 
 
@@ -92,7 +94,7 @@ def other_suites(rows: Sequence[Row]) -> list[Table]:
     for row in of_suite(rows, "nf4-16"):
         title = f"nf4-16 on {row['device']}: geometric mean of {row['cases']} single-token cases"
         cells = [[row["kernel"], row["peer"], f"{row['geomean_speedup']:.3f}", row["commit"], row["date"][:10]]]
-        tables.append(rows_table(title, ["kernel", "peer", "times as fast", "commit", "date"], cells))
+        tables.append(rows_table(title, ["kernel", "peer", "times as fast", "commit", "date"], cells, left=2))
     titles = {
         "nf4-16-case": "Cases of nf4-16: µs of an eager call, the larger of the host's time and the device's",
         "overhead": "overhead: µs of the host for an eager call on a tiny layer",
@@ -108,5 +110,5 @@ def other_suites(rows: Sequence[Row]) -> list[Table]:
              f"{row['tpot_ms']:.2f}", f"{100 * row['spread']:.1f} %", row["commit"], row["date"][:10]]
             for row in sorted(mine, key=lambda row: (row.get("model", ""), row["users"]))
         ]  # fmt: skip
-        tables.append(rows_table(f"serve: a whole model; {device}", columns, cells))
+        tables.append(rows_table(f"serve: a whole model; {device}", columns, cells, left=3))
     return tables

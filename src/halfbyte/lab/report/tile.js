@@ -106,12 +106,12 @@
     const seconds = kinds.map(([, weights]) => (weights + moved) / (memory.tb_per_s * 1e12));
     const rows = kinds.map(([name, weights], i) => [name, bytes(weights), bytes(moved), duration(seconds[i]),
       ((2 * M * N * K) / (weights + moved)).toPrecision(3)]);
-    fillTable(byId("tile-layer"), ["weights in", "bytes of weights", "x and y", "at least", "operations a byte"], rows);
+    fillTable(byId("tile-layer"), ["weights in", "bytes of weights", "x and y", "at least", "FLOP a byte"], rows);
     byId("tile-layer").dataset.counted = JSON.stringify({ packed: kinds[0][1], dense: kinds[1][1], seconds });
     let words = `At ${Number(memory.tb_per_s.toPrecision(4))} TB/s the packed layer can be ${(seconds[1] / seconds[0]).toPrecision(3)} times as fast as a 16-bit one.`;
     if (memory.tflops) {
       const arithmetic = (2 * M * N * K) / (memory.tflops * 1e12);
-      words += ` Its arithmetic takes ${duration(arithmetic)} at ${memory.tflops} · 10¹² operations a second: ` +
+      words += ` Its arithmetic takes at least ${duration(arithmetic)} at the quoted ${memory.tflops} TFLOP/s: ` +
         (arithmetic > seconds[0] ? "that is the bound here, not memory." : "memory is the bound.");
     }
     byId("tile-bound").textContent = words;

@@ -15,6 +15,7 @@ import torch
 
 from ...formats import BlockFormat, get_format
 from ..cards import CARDS
+from ..ladder_figures import card_of_device
 from .explorer import families
 from .rows import Row, by
 
@@ -92,11 +93,17 @@ def _format(format: BlockFormat) -> dict[str, Any]:
 
 
 def memories(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Bandwidths to reckon with: measured ones of the rows first, then the cards' quoted ones."""
+    """Bandwidths to reckon with: read ceilings of the rows, GPUs first, then what the cards' vendors quote.
+
+    `tflops` is always quoted; None for a device that is not in the table of cards.
+    """
     found: list[dict[str, Any]] = []
-    for (device,), mine in by([row for row in rows if row.get("ceiling_tb_per_s")], "device").items():
-        measured = statistics.median(row["ceiling_tb_per_s"] for row in mine)
-        found.append({"name": f"{device}, read ceiling measured", "tb_per_s": measured, "tflops": None})
+    measured = by([row for row in rows if row.get("ceiling_tb_per_s")], "device")
+    for (device,), mine in sorted(measured.items(), key=lambda item: not item[1][0]["arch"].startswith("sm_")):
+        ceiling = statistics.median(row["ceiling_tb_per_s"] for row in mine)
+        known = card_of_device(device)
+        tflops = known.tensor_tflops if known else None
+        found.append({"name": f"{device}, read ceiling measured", "tb_per_s": ceiling, "tflops": tflops})
     for card in CARDS.values():
         found.append({"name": f"{card.name}, quoted", "tb_per_s": card.memory_tb_per_s, "tflops": card.tensor_tflops})
     return found
