@@ -76,7 +76,8 @@ def test_the_library_is_in_and_its_sources_are_not(wheel: Path) -> None:
     assert [name for name in names if name.endswith((".so", ".dylib"))] == ["halfbyte/kernels/cpu/halfbyte_cpu.so"]
     assert not [name for name in names if name.endswith((".cpp", ".hpp", ".pyc"))]
     package = SOURCES / "src"
-    tracked = [path.relative_to(package).as_posix() for path in package.rglob("*") if path.suffix in (".py", ".cu")]
+    kinds = (".py", ".cu", ".html", ".css", ".js")
+    tracked = [path.relative_to(package).as_posix() for path in package.rglob("*") if path.suffix in kinds]
     assert set(tracked) <= set(names)
     assert "halfbyte/py.typed" in names
     assert not [name for name in names if not name.startswith("halfbyte")]
