@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 from halfbyte import reference
 from halfbyte.formats import quantize
-from halfbyte.lab import peer_onnxruntime
+from halfbyte.lab import peer_humming, peer_onnxruntime
 from halfbyte.lab.linear import bench_linear
 from halfbyte.lab.peers import Peer, bnb_module, bnb_operator, installed, peers
 
@@ -98,3 +101,80 @@ def test_bitsandbytes_operator_multiplies_by_the_weight(key: str) -> None:
     y = reference.linear(x, weight)
     assert reference.relative_error(bnb_operator(weight)(x), y) < 1e-4
     assert reference.relative_error(bnb_module(weight, torch.float32)(x), y) < 2e-2  # its CPU path is bf16 inside
+
+
+@pytest.fixture
+def pretended_humming(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A humming that notes its calls, as the package needs a GPU even to be built: which copies, of what."""
+    calls: list[str] = []
+
+    class Schema:
+        def dequant_tensors(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+            return tensors["weight"] * 2
+
+    class BaseWeightSchema:
+        @staticmethod
+        def from_config(config: dict[str, object]) -> Schema:
+            assert config == {"quant_method": "humming", "dtype": "int4", "group_size": 64}
+            return Schema()
+
+    class HummingWeightSchema:
+        @staticmethod
+        def quant_tensor(dense: torch.Tensor, schema: Schema, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+            assert dense.dtype == torch.float32
+            calls.append(f"quantise {tuple(dense.shape)} {dtype}")
+            return {"weight": dense}
+
+    class HummingLayer(torch.nn.Module):
+        def __init__(self, shape_n: int, shape_k: int, weight_config: Schema, torch_dtype: torch.dtype) -> None:
+            super().__init__()
+            assert isinstance(weight_config, Schema)
+            calls.append(f"layer {shape_n} {shape_k} {torch_dtype}")
+
+        def load_from_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
+            calls.append("load")
+
+        def transform(self) -> None:
+            calls.append("transform")
+
+    layer, schema = ModuleType("humming.layer"), ModuleType("humming.schema")
+    layer.HummingLayer = HummingLayer  # type: ignore[attr-defined]
+    schema.BaseWeightSchema, schema.HummingWeightSchema = BaseWeightSchema, HummingWeightSchema  # type: ignore[attr-defined]
+    for name, module in (("humming", ModuleType("humming")), ("humming.layer", layer), ("humming.schema", schema)):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(peer_humming, "_last", [])
+    return calls
+
+
+def test_humming_quantises_once_for_all_copies(pretended_humming: list[str]) -> None:
+    weight = quantize(torch.randn(128, 256, generator=torch.Generator().manual_seed(0)), "nf4-64")
+    for _ in range(2):
+        peer_humming.build(weight, torch.bfloat16)
+    assert torch.equal(peer_humming.values(weight, torch.bfloat16), weight.dequantize(torch.float32).double() * 2)
+    copy = ["layer 128 256 torch.bfloat16", "load", "transform"]
+    assert pretended_humming == ["quantise (128, 256) torch.bfloat16", *copy, *copy]
+    peer_humming.build(weight, torch.float16)
+    assert pretended_humming[7] == "quantise (128, 256) torch.float16"
+    with pytest.raises(ValueError, match="fp16 and bf16"):
+        peer_humming.build(weight, torch.float32)
+
+
+def test_humming_s_bytes_are_codes_and_16_bit_scales() -> None:
+    weight = quantize(torch.randn(128, 256), "nf4-64")
+    assert peer_humming.weight_bytes(weight, torch.bfloat16) == 128 * 256 // 2 + 128 * 4 * 2
+    assert peer_humming.format_key(weight) == "int4-64"
+    assert not peer_humming.supports(weight)  # on a CPU
+
+
+def test_humming_is_a_peer_of_nvidia_gpus_where_it_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if installed("humming-kernels") is None:
+        assert "humming-kernels" in peers(torch.device("cuda"))[1]
+    info = tmp_path / "humming_kernels-9.9.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: humming-kernels\nVersion: 9.9\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "humming 9.9" in [peer.name for peer in peers(torch.device("cuda"))[0]]
+    assert not any("humming" in name for name in (*(peer.name for peer in peers(CPU)[0]), *peers(CPU)[1]))

@@ -16,14 +16,16 @@ from ..kernels import Kernel, Problem
 from ..kernels.cpu import library
 from ..ops import linear
 from ..plan import plan
-from .measure import CALL, copies_needed, interleave, read_ceiling
-from .peers import Layer, Peer, peers
+from .measure import CALL, copies_needed, interleave, read_ceiling, reraise
+from .peers import Layer, Peer, clone, dequantising, peers
 from .rows import Environment, Row
 
 DTYPE_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+OURS = "halfbyte"  # a candidate's name; a row's says which kernel
+OnFailure = Callable[[str, Exception], None]  # a peer's name, and what it raised
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Candidate:
     """A kernel on one problem: its layers, one for each copy of the weights.
 
@@ -37,6 +39,45 @@ class Candidate:
     dense: Tensor | None = None
 
 
+class Bench:
+    """One run: its peers, and a read ceiling that is measured once, when the run starts."""
+
+    def __init__(
+        self,
+        suite: str,
+        dtype_name: str,
+        device: torch.device,
+        with_peers: bool = True,
+        seconds_each: float = 1.0,
+        cold: bool = True,
+        on_missing: Callable[[list[str]], None] = lambda names: None,
+        on_failure: OnFailure = reraise,
+    ) -> None:
+        """seconds_each: time spent on each candidate of a problem. cold: rotate over copies of the weights.
+
+        on_missing: told which peers are not installed. on_failure: told of a peer that fails, which is then left out.
+        """
+        self.suite, self.dtype_name, self.device, self.seconds_each = suite, dtype_name, device, seconds_each
+        self.environment = Environment.of(device)
+        self.ceiling = read_ceiling(device) / 1e12
+        self.copies = partial(copies_needed, cache_bytes=cache_bytes(device) if cold else 0)
+        self.with_peers, self.on_failure = with_peers, on_failure
+        self.peers, missing = peers(device) if with_peers else ([], [])
+        on_missing(missing)
+
+    def rows(self, n: int, k: int, key: str, ms: Sequence[int], rule: bool = False) -> Iterator[Row]:
+        """Rows of a random weight [n, k] in a format for each M: ours first, then the peers of the same run.
+
+        rule: also measure to dequantise and multiply, which with bitsandbytes is what we must not be slower than.
+        """
+        weight = quantize(torch.randn(n, k, device=self.device), key)
+        chosen = [*self.peers, dequantising(weight)] if rule and self.with_peers else self.peers
+        return bench_weight(
+            weight, ms, self.dtype_name, chosen, self.seconds_each, self.suite, self.copies, self.environment,
+            self.ceiling, self.on_failure,
+        )  # fmt: skip
+
+
 def bench_linear(
     shapes: Sequence[tuple[int, int]],
     ms: Sequence[int],
@@ -47,25 +88,17 @@ def bench_linear(
     seconds_each: float = 1.0,
     cold: bool = True,
     on_missing: Callable[[list[str]], None] = lambda names: None,
+    on_failure: OnFailure = reraise,
 ) -> Iterator[Row]:
-    """Rows of every shape (N, K), format and M: ours first, then the peers of the same run.
+    """Rows of every shape (N, K), format and M: ours first, then the peers of the same run. As `Bench`.
 
-    seconds_each: time spent on each candidate of a problem. cold: rotate over copies of the weights; else one copy
-    stays in the caches, and the suite is "linear-warm". The read ceiling is measured once, in this process.
+    cold: rotate over copies of the weights; else one copy stays in the caches, and the suite is "linear-warm".
     """
     suite = "linear" if cold else "linear-warm"
-    to_exceed = cache_bytes(device) if cold else 0
-    environment = Environment.of(device)
-    ceiling = read_ceiling(device) / 1e12
-    chosen, missing = peers(device) if with_peers else ([], [])
-    on_missing(missing)
+    bench = Bench(suite, dtype_name, device, with_peers, seconds_each, cold, on_missing, on_failure)
     for n, k in shapes:
         for key in formats:
-            weight = quantize(torch.randn(n, k, device=device), key)
-            yield from bench_weight(
-                weight, ms, dtype_name, chosen, seconds_each, suite, partial(copies_needed, cache_bytes=to_exceed),
-                environment, ceiling,
-            )  # fmt: skip
+            yield from bench.rows(n, k, key, ms)
 
 
 def bench_weight(
@@ -78,47 +111,53 @@ def bench_weight(
     copies: Callable[[int], int],
     environment: Environment,
     ceiling: float,
+    on_failure: OnFailure = reraise,
 ) -> Iterator[Row]:
     """Rows of one weight on its device for each M: ours, then those of the `chosen` peers that take it.
 
     copies: over how many copies of a candidate's weights to rotate, given its bytes. ceiling: TB/s of a plain read,
-    measured in this process. Otherwise as `bench_linear`.
+    measured in this process. Otherwise as `Bench`.
     """
-    candidates = [_ours(weight, copies), *_peers(weight, chosen, dtype_name, copies)]
+    candidates = [_ours(weight, copies), *_peers(weight, chosen, dtype_name, copies, on_failure)]
     for m in ms:
-        yield from _measure(suite, weight, candidates, m, dtype_name, seconds_each, environment, ceiling)
+        yield from _measure(suite, weight, candidates, m, dtype_name, seconds_each, environment, ceiling, on_failure)
 
 
 def _ours(weight: PackedWeight, copies: Callable[[int], int]) -> Candidate:
-    layers = [_layer(_clone(weight)) for _ in range(copies(weight.nbytes))]
-    return Candidate("halfbyte", weight.format.key, layers, weight.nbytes)
+    layers = [_layer(clone(weight)) for _ in range(copies(weight.nbytes))]
+    return Candidate(OURS, weight.format.key, layers, weight.nbytes)
 
 
 def _layer(weight: PackedWeight) -> Layer:
     return lambda x: linear(x, weight)
 
 
-def _clone(weight: PackedWeight) -> PackedWeight:
-    return PackedWeight(weight.format, weight.shape, {name: part.clone() for name, part in weight.parts.items()})
-
-
 def _peers(
-    weight: PackedWeight, chosen: Sequence[Peer], dtype_name: str, copies: Callable[[int], int]
+    weight: PackedWeight,
+    chosen: Sequence[Peer],
+    dtype_name: str,
+    copies: Callable[[int], int],
+    on_failure: OnFailure,
 ) -> list[Candidate]:
-    dtype = DTYPE_NAMES[dtype_name]
     candidates = []
     for peer in chosen:
         if not peer.supports(weight):
             continue
-        size = peer.weight_bytes(weight, dtype)
-        layers = [peer.build(weight, dtype) for _ in range(copies(size))]
-        key = weight.format.key if peer.packed else dtype_name
-        dense = None
-        if peer.requantised:
-            called, values = peer.requantised
-            key, dense = called(weight), values(weight, dtype)
-        candidates.append(Candidate(peer.name, key, layers, size, dense))
+        try:
+            candidates.append(_candidate(peer, weight, dtype_name, copies))
+        except Exception as error:  # whatever a peer may raise
+            on_failure(peer.name, error)
     return candidates
+
+
+def _candidate(peer: Peer, weight: PackedWeight, dtype_name: str, copies: Callable[[int], int]) -> Candidate:
+    dtype = DTYPE_NAMES[dtype_name]
+    size = peer.weight_bytes(weight, dtype)
+    layers = [peer.build(weight, dtype) for _ in range(copies(size))]
+    if peer.requantised:
+        called, values = peer.requantised
+        return Candidate(peer.name, called(weight), layers, size, values(weight, dtype))
+    return Candidate(peer.name, weight.format.key if peer.packed else dtype_name, layers, size)
 
 
 def _measure(
@@ -130,34 +169,48 @@ def _measure(
     seconds_each: float,
     environment: Environment,
     ceiling: float,
+    on_failure: OnFailure,
 ) -> Iterator[Row]:
     n, k = weight.shape
     dtype, device = DTYPE_NAMES[dtype_name], weight.device
     x = torch.randn(m, k, device=device).to(dtype)
     y = reference.linear(x, weight)
-    exact = {each.name: y if each.dense is None else x.double() @ each.dense.t() for each in candidates}
     ours_name = _label(plan(Problem(weight.format, dtype, m, n, k, arch_of(device))).kernel)
+
+    def failed(name: str, error: Exception) -> None:
+        if name == OURS:
+            raise error
+        on_failure(name, error)
+
     with torch.inference_mode():
-        errors = {each.name: reference.relative_error(each.layers[0](x), exact[each.name]) for each in candidates}
-        calls = {candidate.name: [_call(layer, x) for layer in candidate.layers] for candidate in candidates}
-        timings = interleave(calls, seconds_each * len(candidates), device)
-    for candidate in candidates:
-        ours = candidate.name == "halfbyte"
+        errors = {}
+        for each in candidates:
+            try:
+                exact = y if each.dense is None else x.double() @ each.dense.t()
+                error = reference.relative_error(each.layers[0](x), exact)
+                errors[each] = error, reference.rounding_limit(exact, dtype)
+            except Exception as failure:  # whatever a peer may raise
+                failed(each.name, failure)
+        calls = {each.name: [_call(layer, x) for layer in each.layers] for each in errors}
+        timings = interleave(calls, seconds_each * len(calls), device, failed)
+    for each, (error, limit) in errors.items():
+        if each.name not in timings:
+            continue
         yield Row(
             suite=suite,
             environment=environment,
-            kernel=ours_name if ours else candidate.name,
-            format=candidate.format,
-            nested=weight.format.nested and candidate.dense is None,
+            kernel=ours_name if each.name == OURS else each.name,
+            format=each.format,
+            nested=weight.format.nested and each.dense is None,
             dtype=dtype_name,
             M=m,
             N=n,
             K=k,
-            timing=timings[candidate.name],
-            bytes=candidate.weight_bytes,
+            timing=timings[each.name],
+            bytes=each.weight_bytes,
             ceiling_tb_per_s=ceiling,
-            error=errors[candidate.name],
-            rounding_limit=reference.rounding_limit(exact[candidate.name], dtype),
+            error=error,
+            rounding_limit=limit,
         )
 
 

@@ -15,9 +15,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
+T = TypeVar("T")
 CALL = Callable[[], object]
 COLD_FACTOR = 3  # bytes of all copies of a candidate's weights, over the last-level cache
 GRAPH_CALLS = 20  # at least so many in a graph, so that its start is no part of a call's time
@@ -46,24 +48,33 @@ def copies_needed(weight_bytes: int, cache_bytes: int) -> int:
     return max(1, -(-COLD_FACTOR * cache_bytes // weight_bytes))
 
 
-def interleave(candidates: Mapping[str, Sequence[CALL]], budget_s: float, device: torch.device) -> dict[str, Timing]:
+def reraise(name: str, error: Exception) -> None:
+    """What `interleave` does about a candidate that fails, unless told otherwise."""
+    raise error
+
+
+def interleave(
+    candidates: Mapping[str, Sequence[CALL]],
+    budget_s: float,
+    device: torch.device,
+    on_failure: Callable[[str, Exception], None] = reraise,
+) -> dict[str, Timing]:
     """Time every candidate in turn, call by call (on a GPU graph by graph), for about `budget_s` seconds in all.
 
-    Warms each candidate up on all its copies first. Raises ValueError for a candidate without calls.
+    Warms each candidate up on all its copies first. One that fails then is handed to `on_failure` with its error, and
+    left out if that returns. Raises ValueError for a candidate without calls.
     """
     if any(not calls for calls in candidates.values()):
         raise ValueError("interleave: a candidate has no calls")
     if device.type == "cuda":
         with torch.cuda.device(device):
-            return _interleave_cuda(candidates, budget_s)
-    for calls in candidates.values():
-        for call in calls:
-            call()
-    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+            return _interleave_cuda(candidates, budget_s, on_failure)
+    ready = _each(candidates, _warmed, on_failure)
+    seconds: dict[str, list[float]] = {name: [] for name in ready}
     deadline = time.perf_counter() + budget_s
     turn = 0
     while turn < 5 or time.perf_counter() < deadline:
-        for name, calls in candidates.items():
+        for name, calls in ready.items():
             call = calls[turn % len(calls)]
             start = time.perf_counter()
             call()
@@ -72,11 +83,36 @@ def interleave(candidates: Mapping[str, Sequence[CALL]], budget_s: float, device
     return {name: Timing.of(values) for name, values in seconds.items()}
 
 
-def _interleave_cuda(candidates: Mapping[str, Sequence[CALL]], budget_s: float) -> dict[str, Timing]:
+def _each(
+    candidates: Mapping[str, Sequence[CALL]],
+    prepare: Callable[[Sequence[CALL]], T],
+    on_failure: Callable[[str, Exception], None],
+) -> dict[str, T]:
+    """What `prepare` makes of each candidate's calls, without those that failed."""
+    ready = {}
+    for name, calls in candidates.items():
+        try:
+            ready[name] = prepare(calls)
+        except Exception as error:  # whatever a peer may raise
+            on_failure(name, error)
+    return ready
+
+
+def _warmed(calls: Sequence[CALL]) -> Sequence[CALL]:
+    for call in calls:
+        call()
+    return calls
+
+
+def _interleave_cuda(
+    candidates: Mapping[str, Sequence[CALL]],
+    budget_s: float,
+    on_failure: Callable[[str, Exception], None] = reraise,
+) -> dict[str, Timing]:
     """One CUDA graph a candidate, holding as many calls on each copy; replays in turn between events."""
     rounds = {name: -(-GRAPH_CALLS // len(calls)) for name, calls in candidates.items()}
-    graphs = {name: _captured(calls, rounds[name]) for name, calls in candidates.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    graphs = _each(candidates, lambda calls: _captured(calls, -(-GRAPH_CALLS // len(calls))), on_failure)
+    seconds: dict[str, list[float]] = {name: [] for name in graphs}
     deadline = time.perf_counter() + budget_s
     turn = 0
     while turn < 5 or time.perf_counter() < deadline:

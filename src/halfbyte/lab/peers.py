@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..formats import PackedWeight
-from . import peer_onnxruntime
+from . import peer_humming, peer_onnxruntime
 
 Layer = Callable[[Tensor], Tensor]
 
@@ -40,8 +40,9 @@ def peers(device: torch.device) -> tuple[list[Peer], list[str]]:
 
     Raises ValueError while bitsandbytes' operators run on halfbyte: that would be no peer.
     """
-    library = "cublas" if device.type == "cuda" else "torch dense"
-    found = [Peer(f"{library} {torch.__version__}", False, dense_layer, _dense_bytes, lambda weight: True)]
+    found = [
+        Peer(f"{_dense_library(device)} {torch.__version__}", False, dense_layer, _dense_bytes, lambda weight: True)
+    ]
     missing = []
     if name := installed("bitsandbytes"):
         _require_its_own()
@@ -50,6 +51,11 @@ def peers(device: torch.device) -> tuple[list[Peer], list[str]]:
             found.append(Peer(f"{name} Linear4bit", True, bnb_module, _packed_bytes, _bnb_repacks))
     else:
         missing.append("bitsandbytes")
+    if device.type == "cuda" and torch.version.hip is None:
+        if name := installed(peer_humming.PACKAGE):
+            found.append(_humming(name))
+        else:
+            missing.append(peer_humming.PACKAGE)
     if device.type == "cpu":
         name = installed("onnxruntime") if installed("onnx") else None
         if name:
@@ -59,12 +65,37 @@ def peers(device: torch.device) -> tuple[list[Peer], list[str]]:
     return found, missing
 
 
+def dequantising(weight: PackedWeight) -> Peer:
+    """Dequantise, then torch's dense multiply: what remains where no kernel takes the packed weight.
+
+    By bitsandbytes' kernel for its own formats where it is installed, which is the faster; else by torch's operations.
+    Its name holds " + ", and no other peer's does.
+    """
+    multiply = f"{_dense_library(weight.device)} {torch.__version__}"
+    name = installed("bitsandbytes") if _is_bnb(weight) else None
+    if name:
+        _require_its_own()
+        return Peer(f"{name} dequantize_4bit + {multiply}", True, _bnb_dequantised, _packed_bytes, _is_bnb)
+    own = f"torch {torch.__version__} dequantize + {multiply}"
+    return Peer(own, True, _dequantised, _packed_bytes, lambda weight: True)
+
+
 def installed(package: str) -> str | None:
     """A package's name and version, or None. A folder on the path counts where its dist-info lies beside it."""
     try:
         return f"{package} {version(package)}"
     except PackageNotFoundError:
         return None
+
+
+def _dense_library(device: torch.device) -> str:
+    return "cublas" if device.type == "cuda" else "torch dense"
+
+
+def _humming(name: str) -> Peer:
+    own = peer_humming
+    called = name.replace(own.PACKAGE, "humming")
+    return Peer(called, True, own.build, own.weight_bytes, own.supports, (own.format_key, own.values))
 
 
 def _onnxruntime(name: str, level: int) -> Peer:
@@ -77,6 +108,11 @@ def _onnxruntime(name: str, level: int) -> Peer:
         own.supports,
         (own.format_key, own.values),
     )
+
+
+def clone(weight: PackedWeight) -> PackedWeight:
+    """The weight in memory of its own."""
+    return PackedWeight(weight.format, weight.shape, {name: part.clone() for name, part in weight.parts.items()})
 
 
 def dense_layer(weight: PackedWeight, dtype: torch.dtype) -> Layer:
@@ -157,6 +193,18 @@ def _bnb_packed(weight: PackedWeight, dtype: torch.dtype) -> Layer:
 
     codes, state = _bnb_state(weight, dtype)
     return lambda x: matmul_4bit(x, codes.t(), quant_state=state)
+
+
+def _bnb_dequantised(weight: PackedWeight, dtype: torch.dtype) -> Layer:
+    from bitsandbytes.functional import dequantize_4bit
+
+    codes, state = _bnb_state(weight, dtype)
+    return lambda x: torch.nn.functional.linear(x, dequantize_4bit(codes, state))
+
+
+def _dequantised(weight: PackedWeight, dtype: torch.dtype) -> Layer:
+    own = clone(weight)
+    return lambda x: torch.nn.functional.linear(x, own.dequantize(dtype))
 
 
 def bnb_module(weight: PackedWeight, dtype: torch.dtype) -> Layer:
