@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# The standard set for a card, in about eight minutes on an H200.
+# The standard set for a card, in about eleven minutes on an H200.
 #
-#   benchmarks/h200.sh OUT [STEP ...]      steps: check linear nf4-16 overhead; all by default
+#   benchmarks/h200.sh OUT [STEP ...]      steps: check linear layer nf4-16 overhead; all by default
 #
-# Rows are appended to OUT/linear.jsonl, OUT/nf4-16.jsonl and OUT/overhead.jsonl as they are measured, logs lie beside
-# them. A step that fails or takes too long does not stop the next; the exit status is 1 if any did.
+# Rows are appended to OUT/linear.jsonl, OUT/layer.jsonl, OUT/nf4-16.jsonl and OUT/overhead.jsonl as they are measured,
+# logs lie beside them. A step that fails or takes too long does not stop the next; the exit status is 1 if any did.
 #   PYTHON            the interpreter (python3)
-#   BITSANDBYTES      a folder that holds bitsandbytes and its dist-info, where it is not installed
+#   BITSANDBYTES      a folder that holds bitsandbytes (and humming) and its dist-info, where it is not installed
 #   HALFBYTE_COMMIT   the commit, where this is not a git checkout
 set -u
 out=${1:?usage: benchmarks/h200.sh OUT [STEP ...]}
 shift
 steps=("$@")
-[ ${#steps[@]} -gt 0 ] || steps=(check linear nf4-16 overhead)
+[ ${#steps[@]} -gt 0 ] || steps=(check linear layer nf4-16 overhead)
 mkdir -p "$out" && out=$(cd "$out" && pwd) || exit 2
 cd "$(dirname "$0")/.." || exit 2
 python=${PYTHON:-python3}
@@ -44,6 +44,10 @@ for name in "${steps[@]}"; do
         step linear 240 "$python" -m halfbyte bench linear --device cuda --shapes $shapes --M 1,2,4,8 \
             --formats nf4,nf4-64-nested --peers --seconds 0.25 --out "$out/linear.jsonl"
         ;;
+    layer)
+        step layer 240 "$python" -m halfbyte bench layer --device cuda --model mistral-24b --M 1,4,8,16,32,64,128,512,2048 \
+            --peers --seconds 0.1 --out "$out/layer.jsonl"
+        ;;
     nf4-16)
         step nf4-16 300 "$python" -m halfbyte bench nf4-16 --out "$out/nf4-16.jsonl"
         ;;
@@ -51,7 +55,7 @@ for name in "${steps[@]}"; do
         step overhead 90 "$python" -m halfbyte bench overhead --device cuda --out "$out/overhead.jsonl"
         ;;
     *)
-        echo "no step '$name'; there are check, linear, nf4-16, overhead" >&2
+        echo "no step '$name'; there are check, linear, layer, nf4-16, overhead" >&2
         exit 2
         ;;
     esac

@@ -14,12 +14,13 @@ import typer
 from rich.table import Table
 
 from .checkpoints import open_checkpoint
-from .lab.bench_cli import bench_nf4_16_command, bench_overhead_command
+from .lab.bench_cli import bench_layer_command, bench_linear_command, bench_nf4_16_command, bench_overhead_command
 from .lab.capacity_cli import plan_command
 from .lab.cli import lab_app
 from .lab.drop_in_cli import bench_generate_command, verify_bitsandbytes_command
 from .lab.prove_cli import prove_command
 from .lab.report_cli import report_command
+from .lab.summary_cli import bench_summary_command
 from .terminal import (
     DEFAULT_DEVICE,
     DeviceOption,
@@ -27,7 +28,6 @@ from .terminal import (
     PathArgument,
     console,
     notices,
-    parse_numbers,
     progress_bar,
 )
 
@@ -218,72 +218,13 @@ def dtype_of(name: str) -> torch.dtype:
     return DTYPE_NAMES[name]
 
 
-@bench_app.command("linear")
-def bench_linear_command(
-    m: Annotated[str, typer.Option("--M", help="Rows of x, comma-separated.")] = "1,4,16",
-    shapes: Annotated[str, typer.Option(help="NxK of the weights, comma-separated.")] = "4096x4096",
-    formats: Annotated[str, typer.Option(help="Format keys, comma-separated.")] = "nf4-64",
-    dtype: Annotated[str, typer.Option(help="Activations: bf16, fp16 or fp32.")] = "bf16",
-    device: DeviceOption = DEFAULT_DEVICE,
-    peers: Annotated[bool, typer.Option(help="Measure the installed peers in the same run.")] = True,
-    threads: Annotated[int | None, typer.Option(help="CPU threads; torch's own number by default.")] = None,
-    seconds: Annotated[float, typer.Option(help="Time spent on each candidate of a problem.")] = 1.0,
-    warm: Annotated[bool, typer.Option(help="Keep one copy of the weights in the caches.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Append the rows to this JSONL file.")] = None,
-) -> None:
-    """Single layers with cold caches: time, bandwidth and error, ours and the peers'."""
-    from .lab.linear import bench_linear
-    from .lab.rows import append
-
-    dtype_of(dtype)
-    if threads:
-        torch.set_num_threads(threads)
-    table = Table("kernel", "format", "N × K", "M", "µs", "p20..p80", "of ceiling", "error / limit")
-    with notices.status("measuring"):
-        rows = bench_linear(
-            parse_shapes(shapes),
-            parse_numbers("--M", m),
-            formats.split(","),
-            dtype,
-            torch.device(device),
-            peers,
-            seconds,
-            cold=not warm,
-            on_missing=lambda names: (
-                notices.print(f"not installed, not measured: {', '.join(names)}") if names else None
-            ),
-        )
-        for row in rows:
-            if out:
-                append(out, [row.record()])
-            table.add_row(
-                row.kernel,
-                row.format,
-                f"{row.N} × {row.K}",
-                str(row.M),
-                f"{row.timing.us:,.1f}",
-                f"{row.timing.us_p20:,.1f}..{row.timing.us_p80:,.1f}",
-                f"{row.tb_per_s / row.ceiling_tb_per_s:.2f}",
-                f"{row.error / row.rounding_limit:.3f}" if dtype != "fp32" else f"{row.error:.1e}",
-            )
-    table.title = f"{row.environment.device}; read ceiling {row.ceiling_tb_per_s * 1e3:.1f} GB/s; x in {dtype}"
-    table.title_justify = "left"
-    console.print(table)
-
-
+bench_app.command("linear")(bench_linear_command)
+bench_app.command("layer")(bench_layer_command)
+bench_app.command("summary")(bench_summary_command)
 bench_app.command("nf4-16")(bench_nf4_16_command)
 bench_app.command("overhead")(bench_overhead_command)
 bench_app.command("generate")(bench_generate_command)
 app.command("verify-bitsandbytes")(verify_bitsandbytes_command)
-
-
-def parse_shapes(text: str) -> list[tuple[int, int]]:
-    """[(N, K), …] of "4096x14336,4096x4096"."""
-    try:
-        pairs = [tuple(map(int, word.lower().split("x"))) for word in text.split(",")]
-        return [(n, k) for n, k in pairs]
-    except ValueError:
-        fail(f"--shapes takes NxK separated by commas, as 4096x14336,4096x4096; got '{text}'")
 
 
 @app.command()

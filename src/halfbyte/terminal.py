@@ -35,3 +35,15 @@ def parse_numbers(option: str, text: str) -> list[int]:
     if any(number < 1 for number in found):
         raise ValueError(f"{option} takes numbers from 1 up, got '{text}'")
     return found
+
+
+def parse_shapes(text: str) -> list[tuple[int, int]]:
+    """[(N, K), …] of "4096x14336,4096x4096". Raises ValueError for anything else."""
+    try:
+        pairs = [tuple(map(int, word.lower().split("x"))) for word in text.split(",")]
+        shapes = [(n, k) for n, k in pairs]
+    except ValueError:
+        raise ValueError(f"--shapes takes NxK separated by commas, as 4096x14336,4096x4096; got '{text}'") from None
+    if any(size < 1 for shape in shapes for size in shape):
+        raise ValueError(f"--shapes takes sizes from 1 up, got '{text}'")
+    return shapes

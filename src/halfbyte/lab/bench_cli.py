@@ -1,21 +1,141 @@
-"""The commands `halfbyte bench nf4-16` and `halfbyte bench overhead`."""
+"""The commands `halfbyte bench linear`, `layer`, `nf4-16` and `overhead`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
 from rich.table import Table
 
-from ..terminal import DEFAULT_DEVICE, DeviceOption, console, notices
+from ..terminal import DEFAULT_DEVICE, DeviceOption, console, notices, parse_numbers, parse_shapes, progress_bar
+
+if TYPE_CHECKING:
+    from .rows import Row
+
+MsOption = Annotated[str, typer.Option("--M", help="Rows of x, comma-separated.")]
+FormatsOption = Annotated[str, typer.Option(help="Format keys, comma-separated.")]
+DtypeOption = Annotated[str, typer.Option(help="Activations: bf16, fp16 or fp32.")]
+PeersOption = Annotated[bool, typer.Option(help="Measure the installed peers in the same run.")]
+ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads; torch's own number by default.", min=1)]
+SecondsOption = Annotated[float, typer.Option(help="Time spent on each candidate of a problem.")]
+OutOption = Annotated[Path | None, typer.Option(help="Append the rows to this JSONL file.")]
+
+
+def bench_linear_command(
+    m: MsOption = "1,4,16",
+    shapes: Annotated[str, typer.Option(help="NxK of the weights, comma-separated.")] = "4096x4096",
+    formats: FormatsOption = "nf4-64",
+    dtype: DtypeOption = "bf16",
+    device: DeviceOption = DEFAULT_DEVICE,
+    peers: PeersOption = True,
+    threads: ThreadsOption = None,
+    seconds: SecondsOption = 1.0,
+    warm: Annotated[bool, typer.Option(help="Keep one copy of the weights in the caches.")] = False,
+    out: OutOption = None,
+) -> None:
+    """Single layers with cold caches: time, bandwidth and error, ours and the peers'."""
+    from .linear import bench_linear
+    from .rows import append
+
+    chosen = _prepared(dtype, device, threads)
+    measured = bench_linear(
+        parse_shapes(shapes), parse_numbers("--M", m), formats.split(","), dtype, chosen, peers, seconds,
+        cold=not warm, on_missing=_missing, on_failure=_failed,
+    )  # fmt: skip
+    rows = []
+    with notices.status("measuring"):
+        for row in measured:
+            if out:
+                append(out, [row.record()])
+            rows.append(row)
+    _show(rows)
+
+
+def bench_layer_command(
+    model: Annotated[list[str] | None, typer.Option(help="llama-3-8b, llama-3-70b, mistral-24b, qwen3-8b, qwen3-32b, "
+    "gemma-3-27b, a config.json or a model's directory; repeatable. By default mistral-24b.")] = None,
+    m: MsOption = "1,4,8,16,32,64,128",
+    formats: FormatsOption = "nf4-64",
+    dtype: DtypeOption = "bf16",
+    device: DeviceOption = DEFAULT_DEVICE,
+    peers: PeersOption = True,
+    threads: ThreadsOption = None,
+    seconds: SecondsOption = 0.25,
+    out: OutOption = None,
+) -> None:  # fmt: skip
+    """The four multiplies of a model's decoder layer, cold, beside the peers; `bench summary` adds them up."""
+    from .layer import MULTIPLIES, bench_layer, model_of
+    from .rows import append
+
+    chosen = _prepared(dtype, device, threads)
+    models = [model_of(name) for name in model or ("mistral-24b",)]
+    ms, keys = parse_numbers("--M", m), formats.split(",")
+    rows = []
+    with progress_bar() as bar:
+        task = bar.add_task("measuring", total=len(models) * len(MULTIPLIES) * len(keys) * len(ms))
+        measured = bench_layer(models, ms, keys, dtype, chosen, peers, seconds, _missing, _failed)
+        for each in measured:
+            if out:
+                append(out, [each.record()])
+            rows.append(each.row)
+            if each.row.kernel.startswith("halfbyte "):  # the first of a problem
+                bar.update(task, advance=1, description=f"{each.model} {each.multiply}, M = {each.row.M}")
+    _show(rows)
+
+
+def _prepared(dtype: str, device: str, threads: int | None) -> torch.device:
+    """The device to measure on. Raises ValueError for a dtype or device that is not there."""
+    from .linear import DTYPE_NAMES
+
+    if dtype not in DTYPE_NAMES:
+        raise ValueError(f"--dtype must be one of {', '.join(DTYPE_NAMES)}, got '{dtype}'")
+    if threads:
+        torch.set_num_threads(threads)
+    chosen = torch.device(device)
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {device}: torch sees no CUDA GPU here")
+    return chosen
+
+
+def _missing(names: list[str]) -> None:
+    if names:
+        notices.print(f"not installed, not measured: {', '.join(names)}", highlight=False)
+
+
+def _failed(name: str, error: Exception) -> None:
+    first = next(iter(str(error).strip().splitlines()), "")
+    notices.print(f"failed, left out: {name}: {type(error).__name__}: {first}", highlight=False, markup=False)
+
+
+def _show(rows: Sequence[Row]) -> None:
+    """A line for each row, under the device and its read ceiling."""
+    table = Table("kernel", "format", "N × K", "M", "µs", "p20..p80", "of ceiling", "error / limit")
+    for row in rows:
+        table.add_row(
+            row.kernel,
+            row.format,
+            f"{row.N} × {row.K}",
+            str(row.M),
+            f"{row.timing.us:,.1f}",
+            f"{row.timing.us_p20:,.1f}..{row.timing.us_p80:,.1f}",
+            f"{row.tb_per_s / row.ceiling_tb_per_s:.2f}",
+            f"{row.error / row.rounding_limit:.3f}" if row.dtype != "fp32" else f"{row.error:.1e}",
+        )
+    first = rows[0]
+    table.title = (
+        f"{first.environment.device}; read ceiling {first.ceiling_tb_per_s * 1e3:.1f} GB/s; x in {first.dtype}"
+    )
+    table.title_justify = "left"
+    console.print(table)
 
 
 def bench_nf4_16_command(
     batches: Annotated[int, typer.Option(help="Batches a case.", min=1)] = 30,
     calls: Annotated[int, typer.Option(help="Calls a batch.", min=1)] = 10_000,
-    out: Annotated[Path | None, typer.Option(help="Append the rows to this JSONL file.")] = None,
+    out: OutOption = None,
 ) -> None:
     """bitsandbytes' 16-case single-token protocol, on a GPU, against bitsandbytes in this process."""
     from .nf4_16 import CASES, cases, record
@@ -43,26 +163,19 @@ def bench_nf4_16_command(
 
 
 def bench_overhead_command(
-    formats: Annotated[str, typer.Option(help="Format keys, comma-separated.")] = "nf4-64,nf4-64-nested",
-    dtype: Annotated[str, typer.Option(help="Activations: bf16, fp16 or fp32.")] = "bf16",
+    formats: FormatsOption = "nf4-64,nf4-64-nested",
+    dtype: DtypeOption = "bf16",
     m: Annotated[int, typer.Option("--M", help="Rows of x.", min=1)] = 1,
     device: DeviceOption = DEFAULT_DEVICE,
-    threads: Annotated[int | None, typer.Option(help="CPU threads; torch's own number by default.", min=1)] = None,
+    threads: ThreadsOption = None,
     seconds: Annotated[float, typer.Option(help="Time spent on each candidate.")] = 0.5,
-    out: Annotated[Path | None, typer.Option(help="Append the rows to this JSONL file.")] = None,
+    out: OutOption = None,
 ) -> None:
     """What an eager call costs the host: our operator and layer, bitsandbytes', and torch's dense linear."""
-    from .linear import DTYPE_NAMES
     from .overhead import SHAPE, bench_overhead
     from .rows import append
 
-    if dtype not in DTYPE_NAMES:
-        raise ValueError(f"--dtype must be one of {', '.join(DTYPE_NAMES)}, got '{dtype}'")
-    if threads:
-        torch.set_num_threads(threads)
-    chosen = torch.device(device)
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {device}: torch sees no CUDA GPU here")
+    chosen = _prepared(dtype, device, threads)
     what = "to enqueue a call" if chosen.type == "cuda" else "a whole call"
     table = Table("kernel", "format", "µs of the host", "p20..p80", title_justify="left")
     with notices.status("measuring"):

@@ -165,17 +165,7 @@ def read_model(what: str) -> Model:
 
 def model_of(described: Mapping[str, Any], name: str, source: str, checkpoint: Checkpoint | None = None) -> Model:
     """The sizes of what a config.json describes."""
-    from transformers import AutoConfig
-
-    plain = {key: value for key, value in described.items() if key not in ("model_type", "quantization_config")}
-    if not isinstance(described.get("model_type"), str):
-        raise ValueError(f"{source}: has no model_type; is it a transformers config?")
-    try:
-        config = AutoConfig.for_model(described["model_type"], **json.loads(json.dumps(plain)))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{source}: transformers does not take it: {error}") from error
-    if config.is_encoder_decoder:
-        raise ValueError(f"{source}: encoder-decoder models are not counted, only causal language models")
+    config = config_of(described, source)
     matrices = _matrices(config, source)
     text = config.get_text_config()
     experts = next((int(getattr(text, key)) for key in EXPERT_COUNTS if getattr(text, key, None)), 0)
@@ -194,15 +184,36 @@ def model_of(described: Mapping[str, Any], name: str, source: str, checkpoint: C
     return model
 
 
-def _matrices(config: Any, source: str) -> dict[str, Any]:
-    """Every parameter and saved buffer of the model, by kind, from its classes without memory."""
+def config_of(described: Mapping[str, Any], source: str) -> Any:
+    """transformers' config of what a config.json describes. Raises ValueError, naming the source, where it has none."""
+    from transformers import AutoConfig
+
+    plain = {key: value for key, value in described.items() if key not in ("model_type", "quantization_config")}
+    if not isinstance(described.get("model_type"), str):
+        raise ValueError(f"{source}: has no model_type; is it a transformers config?")
+    try:
+        config = AutoConfig.for_model(described["model_type"], **json.loads(json.dumps(plain)))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{source}: transformers does not take it: {error}") from error
+    if config.is_encoder_decoder:
+        raise ValueError(f"{source}: encoder-decoder models are not counted, only causal language models")
+    return config
+
+
+def skeleton_of(config: Any, source: str) -> Any:
+    """transformers' model of a config, without memory. Raises ValueError where it has none."""
     from transformers import AutoModelForCausalLM
 
     try:
         with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(config)
+            return AutoModelForCausalLM.from_config(config)
     except ValueError as error:
         raise ValueError(f"{source}: transformers has no causal language model for it: {error}") from error
+
+
+def _matrices(config: Any, source: str) -> dict[str, Any]:
+    """Every parameter and saved buffer of the model, by kind, from its classes without memory."""
+    skeleton = skeleton_of(config, source)
     linears: Counter[tuple[int, int]] = Counter()
     experts: Counter[tuple[int, int]] = Counter()
     sizes = {"embedding": 0, "head": 0, "other": 0}
