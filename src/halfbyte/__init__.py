@@ -60,7 +60,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'halfbyte' has no attribute '{name}'")
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    value = globals()[name] = getattr(import_module(f".{_HOMES[name]}", __name__), name)  # the next look-up finds it
+    return value
 
 
 if os.environ.get("HALFBYTE_BITSANDBYTES") == "1" or os.environ.get("HALFBYTE_STATUS") == "1":
