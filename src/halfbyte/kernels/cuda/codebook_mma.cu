@@ -164,7 +164,7 @@ DEVICE int tiles_now(const Problem& p, u32 round) {
 // Sends for the x of a warp's first unit of a pass.
 DEVICE void start_pass(const Problem& p, Fetch& fetch) {
     const Share share = share_of(p);
-    const int thread = this_thread(), lane = thread & 31, unit = share.unit_begin + (thread >> 5);
+    const int thread = this_thread(), lane = thread & 31, unit = share.first_unit(thread >> 5);
     fetch.begin(p, unit, lane);
     if (unit < share.unit_end) fetch.start(p);
 }
@@ -181,29 +181,29 @@ DEVICE void multiply_pass(const Problem& p, u32 base, float inverse, u32& round,
     const u32 scales_at = base + SCALES_AT + scale_chunk(row, mine * SUBS >> 2) + (mine * SUBS & 3) * 4;
 
     float acc[T][GROUPS][4] = {};
-    int unit = share.unit_begin + warp;
+    int unit = share.first_unit(warp);
     fetch.finish(lane);
 #if !X_STAGED
-    if (unit + WARPS < share.unit_end) fetch.start(p);
+    if (unit + TEAM < share.unit_end) fetch.start(p);
 #endif
     __syncwarp();
-    for (; unit - warp < share.unit_end; unit += WARPS, ++round) {
-        const u32 slot = round % ROUNDS * TEAMS + warp / TEAM, full = barriers + SLOT_FULL(slot);
+    for (const u32 end = round + share.stages / TEAMS; round < end; unit += TEAM, ++round) {
+        const u32 slot = round % ROUNDS * TEAMS + (this_thread() >> 7), full = barriers + SLOT_FULL(slot);
         barrier_wait(full, round / ROUNDS & 1);
-        if (unit < share.unit_end) {    // the last warps may have come to the end of K
+        if (unit < share.unit_end) {    // the last teams may have come to the end of K
             Activations x[GROUPS];
             fetch.read(x, lane);
 #if X_STAGED
             __syncwarp();
-            if (unit + WARPS < share.unit_end) fetch.start(p);
+            if (unit + TEAM < share.unit_end) fetch.start(p);
 #endif
             multiply_unit<T>(codes_at + slot * CODE_BYTES, scales_at + slot * SCALE_BYTES, bank, x, acc);
         }
         __syncwarp();
         if (lane == 0) barrier_arrive(full + 8);
-        if (unit + WARPS < share.unit_end) fetch.finish(lane);
+        if (unit + TEAM < share.unit_end) fetch.finish(lane);
 #if !X_STAGED
-        if (unit + 2 * WARPS < share.unit_end) fetch.start(p);
+        if (unit + 2 * TEAM < share.unit_end) fetch.start(p);
 #endif
         __syncwarp();
     }
@@ -211,14 +211,16 @@ DEVICE void multiply_pass(const Problem& p, u32 base, float inverse, u32& round,
     reduce_and_store<T>(p, base, pass_of(p, round) - 1, inverse, acc);
 }
 
-// The stages of a block in their order: pass after pass, K in each.
+// The stages of a block in their order: pass after pass, in each the teams by turns, each from the first to the last unit of
+// its run of K.
 struct Walk {
-    int row0, tiles, unit0;    // the pass's first row of W and what is left of the slab; the stage's first unit of K
+    int row0, tiles;    // the pass's first row of W and what is left of the slab
+    int unit0, stage;    // the stage's first unit of K and number in its pass
 
-    METHOD Walk(const Share& share) : row0(share.slab), tiles(share.tiles), unit0(share.unit_begin) {}
+    METHOD Walk(const Share& share) : row0(share.slab), tiles(share.tiles), unit0(share.unit_begin), stage(0) {}
     METHOD void step(const Share& share) {
-        unit0 += TEAM;
-        if (unit0 >= share.unit_begin + TEAM * share.stages) unit0 = share.unit_begin, row0 += ROWS, tiles -= TILES;
+        if (++stage == share.stages) stage = 0, row0 += ROWS, tiles -= TILES;
+        unit0 = share.unit_begin + stage % TEAMS * share.run() + stage / TEAMS * TEAM;
     }
 };
 

@@ -85,7 +85,8 @@ struct Share {
     int unit_begin, unit_end;       // of K
     int stages;                     // of a pass
 
-    METHOD int tiles_of(int pass) const { return min(TILES, tiles - pass * TILES); }
+    METHOD int run() const { return stages / TEAMS * TEAM; }    // units of a team, one after another
+    METHOD int first_unit(int warp) const { return unit_begin + warp / TEAM * run() + warp % TEAM; }
 };
 
 DEVICE Share share_of(const Problem& p) {
@@ -125,8 +126,8 @@ DEVICE void store(const Problem& p, int row, int n, float value) {
 
 // Adds the warps' accumulators, then the cluster's, in a fixed order, and writes the pass's outputs.
 //
-// A warp's sums of a group of x lie in columns, a row of x each. Sums of warps r, r + 4, r + 8 and r + 12 are added first,
-// from the last on, then those of the four r in turn.
+// A warp's sums of a group of x lie in columns, a row of x each. The four warps of a team are added first, then the teams,
+// each in turn. codebook_wgmma.cu adds in the same order, so its rows of x have the bits that they have here.
 template <int T>
 DEVICE void reduce_and_store(const Problem& p, u32 base, int pass, float inverse, float (&acc)[T][GROUPS][4]) {
     constexpr int group_outputs = X_ROWS * 16 * T, threads = 32 * WARPS, owned = (group_outputs + threads - 1) / threads;
@@ -139,14 +140,14 @@ DEVICE void reduce_and_store(const Problem& p, u32 base, int pass, float inverse
     for (int j = 0; j < GROUPS; ++j) {
         if (j > 0 || pass > 0) consumers_sync();    // the last sums have been read
 #pragma unroll
-        for (int from = WARPS - SUM_WARPS; from >= 0; from -= SUM_WARPS) {
-            if (warp >= from && warp < from + SUM_WARPS && 2 * q < X_ROWS) {
-                const u32 mine = sums + ((warp - from) * WARP_SUMS + 2 * q * SUM_PITCH + row_of(g)) * 4;
+        for (int turn = 0; turn < WARPS / SUM_WARPS; ++turn) {    // all at once, or a warp of each team at a time
+            if ((SUM_WARPS == WARPS || warp % TEAM == turn) && 2 * q < X_ROWS) {
+                const u32 mine = sums + (warp / (WARPS / SUM_WARPS) * WARP_SUMS + 2 * q * SUM_PITCH + row_of(g)) * 4;
 #pragma unroll
                 for (int i = 0; i < 4 * T; ++i) {
                     if (X_ROWS == 1 && (i & 1)) continue;
                     const u32 at = mine + ((i & 1) * SUM_PITCH + 16 * (i >> 2) + 8 * (i >> 1 & 1)) * 4;
-                    if (from + SUM_WARPS < WARPS) acc[i >> 2][j][i & 3] += __uint_as_float(lds32(at));
+                    if (turn > 0) acc[i >> 2][j][i & 3] += __uint_as_float(lds32(at));
                     sts32(at, __float_as_uint(acc[i >> 2][j][i & 3]));
                 }
             }
@@ -159,10 +160,11 @@ DEVICE void reduce_and_store(const Problem& p, u32 base, int pass, float inverse
             total[j][o] = 0.f;
             if (i >= group_outputs) continue;
 #pragma unroll
-            for (int r = 0; r < 4; ++r) {
-                float sum = __uint_as_float(lds32(at + (r + SUM_WARPS - 4) * WARP_SUMS * 4));
+            for (int team = 0; team < TEAMS; ++team) {
+                constexpr int each = SUM_WARPS / TEAMS;    // of a team in shared memory
+                float sum = __uint_as_float(lds32(at + team * each * WARP_SUMS * 4));
 #pragma unroll
-                for (int w = r + SUM_WARPS - 8; w >= 0; w -= 4) sum += __uint_as_float(lds32(at + w * WARP_SUMS * 4));
+                for (int w = 1; w < each; ++w) sum += __uint_as_float(lds32(at + (team * each + w) * WARP_SUMS * 4));
                 total[j][o] += sum;
             }
         }

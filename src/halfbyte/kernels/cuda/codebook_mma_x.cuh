@@ -77,7 +77,7 @@ struct Fetch {    // by asynchronous copies into the warp's buffer, as it is in 
             const char* at = from + min(row, p.m - 1) * p.x_stride * X_BYTES + chunk * 16;
             asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(buffer + row * X_PITCH + chunk * 16), "l"(at) : "memory");
         }
-        from += WARPS * UNIT * X_BYTES;
+        from += TEAM * UNIT * X_BYTES;
     }
 
     METHOD void finish(int) { asm volatile("cp.async.wait_all;" ::: "memory"); }
@@ -144,7 +144,7 @@ struct Fetch {    // by loads of X_ROWS words a lane, which scales them and shar
 #else
         asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(raw[0]), "=r"(raw[1]) : "l"(from));
 #endif
-        from += WARPS * UNIT * X_BYTES;
+        from += TEAM * UNIT * X_BYTES;
     }
 
     // What `start` fetched goes to the buffer; all lanes have read what was there.
