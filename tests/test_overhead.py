@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from halfbyte import cli
+from halfbyte.integrations import bitsandbytes
 from halfbyte.lab import nf4_16
 from halfbyte.lab.measure import Timing
 from halfbyte.lab.overhead import bench_overhead
@@ -22,16 +23,19 @@ OURS = ["halfbyte linear, torch.ops", "halfbyte linear", "halfbyte QuantLinear"]
 def test_every_candidate_has_a_row_and_the_right_answer() -> None:
     pytest.importorskip("bitsandbytes")
     rows = list(bench_overhead(["nf4-64", "q4_0"], "fp32", CPU, m=2, seconds_each=0.01, shape=(32, 64)))
-    nf4, q4 = rows[:6], rows[6:]
+    nf4, q4 = rows[:8], rows[8:]
     assert [row.kernel for row in nf4[:3]] == [row.kernel for row in q4[:3]] == OURS
     theirs = [row.kernel.split(" ", 2)[2] for row in nf4[3:5]]
     assert theirs == ["gemm_4bit, torch.ops", "Linear4bit"]
-    assert [row.format for row in nf4] == ["nf4-64"] * 5 + ["fp32"]
+    assert [row.format for row in nf4] == ["nf4-64"] * 5 + ["fp32"] + ["nf4-64"] * 2
+    served = [row.kernel for row in nf4[6:]]
+    assert served == [f"halfbyte for {row.kernel}" for row in nf4[3:5]]
+    assert not bitsandbytes.status().enabled
     assert len(q4) == 4  # bitsandbytes has no Q4_0
     for row in rows:
         assert (row.suite, row.M, row.N, row.K) == ("overhead", 2, 32, 64)
         assert 0 < row.timing.us_p20 <= row.timing.us <= row.timing.us_p80
-        assert row.error < (5e-6 if row.kernel in OURS else 2e-2)
+        assert row.error < (5e-6 if row.kernel in OURS or row.kernel in served else 2e-2)
     assert nf4[0].bytes == 32 * 64 // 2 + 32 * 4
     assert nf4[5].bytes == 32 * 64 * 4
 

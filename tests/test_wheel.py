@@ -45,8 +45,10 @@ except AssertionError:
     noticed = True
 else:
     noticed = False
+from halfbyte.kernels import _shortcut  # where there is a GPU, ops uses it
 kernel = plan(Problem(weight.format, x.dtype, 3, 96, 512)).kernel.name
-print(json.dumps([halfbyte.__file__, str(loaded.path), torch.__file__, kernel, len(calls), noticed]))
+files = [halfbyte.__file__, str(loaded.path), _shortcut.__file__, torch.__file__]
+print(json.dumps([*files, kernel, len(calls), noticed]))
 """
 
 
@@ -73,7 +75,8 @@ def test_one_wheel_serves_every_python_of_a_platform(wheel: Path) -> None:
 
 def test_the_library_is_in_and_its_sources_are_not(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    assert [name for name in names if name.endswith((".so", ".dylib"))] == ["halfbyte/kernels/cpu/halfbyte_cpu.so"]
+    native = {"halfbyte/kernels/cpu/halfbyte_cpu.so", "halfbyte/kernels/_shortcut.abi3.so"}
+    assert {name for name in names if name.endswith((".so", ".dylib"))} == native
     assert not [name for name in names if name.endswith((".cpp", ".hpp", ".pyc"))]
     package = SOURCES / "src"
     kinds = (".py", ".cu", ".html", ".css", ".js")
@@ -92,9 +95,10 @@ def test_an_installed_wheel_multiplies_with_its_own_kernels(wheel: Path, tmp_pat
     (packages,) = environment.glob("lib/python*/site-packages")
     # torch and the rest as they are installed here, without their .pth files: no editable install of halfbyte
     (packages / "torch_of_the_tests.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
-    used, library, torch_used, kernel, calls, noticed = json.loads(run(python, "-c", MULTIPLY, cwd=tmp_path))
+    used, library, shortcut, torch_used, kernel, calls, noticed = json.loads(run(python, "-c", MULTIPLY, cwd=tmp_path))
     assert Path(used).is_relative_to(packages)
     assert Path(library).is_relative_to(packages)
+    assert Path(shortcut).is_relative_to(packages)
     assert torch_used == torch.__file__
     assert kernel == "cpu_linear"
     assert calls == 2
