@@ -250,9 +250,10 @@ def test_calls_are_counted_in_both_ways(short: Shortcut) -> None:
 def test_gradients_go_their_way(short: Shortcut) -> None:
     weight = make()
     x = rand(2, K, dtype=torch.float32).requires_grad_()
-    for _ in range(2):
-        with torch.no_grad():
-            assert not call(x, weight).requires_grad
+    bias = torch.nn.Parameter(rand(N, dtype=torch.float32))
+    with torch.no_grad():
+        twice(short, lambda: call(x, weight, bias), reference.linear(x.detach(), weight, bias.detach()))
+        assert not call(x, weight).requires_grad
     out = call(x, weight)
     out.sum().backward()
     assert x.grad is not None

@@ -1,0 +1,123 @@
+"""The short way of repeated calls on a real device: streams, graphs, threads, memory that others get."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from walk import DEVICE, weight_of
+
+from halfbyte import ops, reference
+from halfbyte.formats import PackedWeight
+
+pytestmark = [
+    pytest.mark.skipif(DEVICE.type != "cuda", reason="about CUDA"),
+    pytest.mark.skipif(ops._shortcut is None, reason="not built or not possible here: halfbyte.kernels._shortcut"),
+]
+N, K = 512, 1024
+KEYS = ("nf4-64", "nf4-64-nested", "q4_0", "nvfp4")
+
+
+def rand(m: int, seed: int = 0) -> Tensor:
+    return torch.randn(m, K, generator=torch.Generator().manual_seed(seed)).to(DEVICE, torch.bfloat16)
+
+
+def check(x: Tensor, weight: PackedWeight) -> Tensor:
+    out = ops.linear(x, weight)
+    reference.assert_within_contract(out, reference.linear(x, weight), f"{weight.format.key} M = {x.shape[0]}")
+    return out
+
+
+def in_python(work: Callable[[], object]) -> bool:
+    """Whether a call gets to the operator's implementation in Python."""
+    seen: list[str] = []
+
+    def note(frame: Any, event: str, argument: object) -> None:
+        seen.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return "linear_on_tensors" in seen
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_repeated_calls(key: str) -> None:
+    weight = weight_of(key, N, K)
+    for m in (1, 3, 8):
+        x = rand(m, m)
+        first = check(x, weight)
+        assert not in_python(lambda: ops.linear(x, weight))  # noqa: B023
+        assert torch.equal(check(x, weight), first)
+
+
+def test_streams_and_weights_written_right_before() -> None:
+    """A launch that starts early must not read what the kernel before it on its stream still writes."""
+    weights = [weight_of("nf4-64", N, K, seed) for seed in range(2)]
+    target, x = weight_of("nf4-64", N, K, 2), rand(1)
+    wanted = [ops.linear(x, weight) for weight in weights]
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for turn in range(50):
+                for part, source in zip(target.parts.values(), weights[turn % 2].parts.values(), strict=True):
+                    part.copy_(source)
+                outs = [ops.linear(x, target) for _ in range(3)]
+                assert all(torch.equal(out, wanted[turn % 2]) for out in outs)
+        torch.cuda.synchronize()
+
+
+def test_graphs() -> None:
+    weight, x = weight_of("nf4-64-nested", N, K), rand(4)
+    for _ in range(2):
+        check(x, weight)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [ops.linear(x, weight) for _ in range(3)]
+    for seed in (5, 6):
+        x.copy_(rand(4, seed))
+        graph.replay()
+        for out in outs:
+            reference.assert_within_contract(out, reference.linear(x, weight), f"replay {seed}")
+
+
+def test_threads_on_streams_of_their_own() -> None:
+    weights = [weight_of(key, N, K) for key in KEYS]
+    xs = [rand(m, m) for m in (1, 2, 8)]
+    wanted = [[ops.linear(x, weight) for x in xs] for weight in weights]
+    torch.cuda.synchronize()
+    wrong: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for _ in range(100):
+                    for weight, row in zip(weights, wanted, strict=True):
+                        for x, expected in zip(xs, row, strict=True):
+                            assert torch.equal(ops.linear(x, weight), expected)
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_memory_that_another_weight_gets() -> None:
+    """A weight goes, and its memory is given to one with other bytes: what was known of the first must not matter."""
+    x = rand(1)
+    for seed in range(6):
+        weight = weight_of("nf4-64", N, K, seed)
+        for _ in range(3):
+            check(x, weight)
+        del weight
