@@ -138,6 +138,12 @@ class TestFigures:
         assert any("No roof of arithmetic" in line for line in unknown.about)
         assert roofline_groups([row()]) == []
 
+    def test_many_series_look_different(self) -> None:
+        rows = [row(kernel=f"peer {i}", M=m, adapters=i % 2, rank=8) for i in range(25) for m in (1, 2)]
+        legend = time_groups(rows)[0].legend
+        assert len({(key.colour, key.sign) for key in legend}) == len(legend) == 25
+        assert legend[1].label == "peer 1, nf4-64, 1 adapters of rank 8"
+
     def test_bandwidth_has_the_l2_and_the_ceilings(self) -> None:
         (group,) = bandwidth_groups(ladder())
         assert [key.label for key in group.legend] == ["fp16", "cuBLAS fp16"]

@@ -16,6 +16,9 @@ function element(tag, attributes, ...children) {
   return made;
 }
 
+// Where a format's example begins to tell its halves apart: the first byte with two different ones.
+const telling = (format) => Math.max(0, format.positions.findIndex(({ byte }) => byte >> 4 !== (byte & 15)));
+
 function fill(select, options) {
   select.replaceChildren(...options.map(([value, label]) => element("option", { value }, label)));
 }

@@ -14,8 +14,7 @@
   function chooseFormat(index) {
     state.format = DATA.explorer[index];
     byId("explorer-position").max = state.format.positions.length - 1;
-    const different = state.format.positions.findIndex(({ byte }) => byte >> 4 !== (byte & 15));
-    choosePosition(Math.max(0, different));
+    choosePosition(telling(state.format));
   }
 
   function choosePosition(index) {
@@ -67,7 +66,7 @@
     let formula = `${signed(each.scale)} × ${signed(each.entry)}`;
     if (each.offset !== null) {
       lines.push(["offset", `block ${each.block}: ${signed(each.offset)}`, each.offset_from.join("; ")]);
-      formula += ` + ${signed(each.offset)}`;
+      formula += ` ${each.offset < 0 ? "−" : "+"} ${Math.abs(each.offset)}`;
     }
     const list = element("dl", {}, ...lines.flatMap(([name, value, more]) => [
       element("dt", {}, name),
@@ -125,10 +124,11 @@
   }
 
   function listCodes(both) {
-    const block = state.format.blocks[both[0].block];
-    const rows = state.format.codebook.map((entry, code) => [String(code), bits(code, 4), signed(entry), signed(block.values[code])]);
+    const blocks = [...new Set(both.map((each) => each.block))];
+    const rows = state.format.codebook.map((entry, code) => [String(code), bits(code, 4), signed(entry),
+      ...blocks.map((block) => signed(state.format.blocks[block].values[code]))]);
     const table = byId("explorer-codes");
-    fillTable(table, ["code", "bits", "codebook", `value in block ${both[0].block}`], rows);
+    fillTable(table, ["code", "bits", "codebook", ...blocks.map((block) => `value in block ${block}`)], rows);
     for (const each of both) table.tBodies[0].rows[each.code].classList.add(`chosen-${each.half}`);
   }
 

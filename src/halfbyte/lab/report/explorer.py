@@ -223,7 +223,11 @@ def _steps(weight: PackedWeight, codec: object, block: int) -> list[str]:
         base = _value_of_half(weight, block // 8, codec.bytes, 2 if codec.minimum else 0)
         number = codec.read(parts, *weight.shape, size)[block]
         six = round(abs(float(number)) / base) if base else 0
-        return [half, f"{name}[{block % 8}] = {six}, six bits", f"{'−' if codec.minimum else ''}{base:g} × {six}"]
+        return [
+            half,
+            f"{name}[{block % 8}] = {six}, six of the bits of bytes 4 to 15",
+            f"{'−' if codec.minimum else ''}{base:g} × {six}",
+        ]
     if isinstance(codec, E8M0Scale):
         octets = (
             parts["codes"].reshape(-1, codec.record_bytes)[:, 0] if codec.record_bytes else parts["scales"].reshape(-1)

@@ -56,16 +56,21 @@ def floor_us(row: Row) -> float:
     return float(row["bytes"] / row["ceiling_tb_per_s"] / 1e6)
 
 
+def _look(number: int) -> tuple[int, tuple[str, str]]:
+    """Colour and marker of a series: other pairs where there are more series than colours."""
+    return number % len(SERIES), MARKERS[(number + number // len(SERIES)) % len(MARKERS)]
+
+
 def _styles(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """A colour and a marker for each label."""
-    return {
-        label: {"color": SERIES[i % len(SERIES)], "marker": MARKERS[i % len(MARKERS)][0]}
-        for i, label in enumerate(labels)
-    }
+    """How matplotlib draws each label."""
+    looks = {label: _look(number) for number, label in enumerate(labels)}
+    return {label: {"color": SERIES[colour], "marker": marker} for label, (colour, (marker, _)) in looks.items()}
 
 
 def _legend(labels: Sequence[str]) -> list[Key]:
-    return [Key(f"series-{i % len(SERIES)}", MARKERS[i % len(MARKERS)][1], label) for i, label in enumerate(labels)]
+    """The same for the reader."""
+    looks = {label: _look(number) for number, label in enumerate(labels)}
+    return [Key(f"series-{colour}", sign, label) for label, (colour, (_, sign)) in looks.items()]
 
 
 def _labels(rows: Sequence[Row]) -> list[str]:
@@ -171,8 +176,9 @@ def time_groups(rows: Sequence[Row], prefix: str = "time") -> list[Group]:
             for (n, k), at in shapes.items()
         ]
         about = [f"x in {dtype}; {_where(suite)}. Bars: 20th to 80th percentile. {provenance(shown)}."]
-        legend = [*_legend(labels), *([Key("ink", "╌╌", "floor: bytes of our format at the run's read ceiling")] if
-                  any(map(_has_floor, shown)) else [])]  # fmt: skip
+        legend = _legend(labels)
+        if any(map(_has_floor, shown)):
+            legend.append(Key("ink", "╌╌", "floor: our smallest format's bytes at the read ceiling of its run"))
         found.append(Group(f"{device}, {dtype}, suite {suite}", about, legend, plots, shown))
     return found
 
@@ -252,8 +258,8 @@ def _bandwidth(rows: Sequence[Row], styles: dict[str, dict[str, Any]], name: str
             )
     cache = rows[0]["l2_bytes"] / 2**20
     axes.axvline(cache, color=ACCENT, lw=1.2)
-    where = {"xycoords": ("data", "axes fraction"), "fontsize": 8, "rotation": 90, "ha": "right", "va": "top"}
-    axes.annotate(f"L2, {cache:.0f} MiB", (cache, 0.98), color=ACCENT, **where)
+    where = {"xycoords": ("data", "axes fraction"), "fontsize": 8, "rotation": 90, "ha": "left", "va": "bottom"}
+    axes.annotate(f" L2, {cache:.0f} MiB", (cache, 0.02), color=ACCENT, **where)
     for column, words_of in (("ceiling_tb_per_s", "read"), ("copy_tb_per_s", "copy")):
         level = statistics.median(row[column] for row in rows)
         axes.axhline(level, color=INK, lw=0.9, ls="--")

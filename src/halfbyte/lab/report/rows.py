@@ -95,7 +95,7 @@ def check_row(row: object, where: str) -> None:
 
 _POINT = (
     *("suite", "device", "kernel", "format", "dtype", "M", "N", "K", "adapters", "rank"),
-    *("rung", "sweep", "cache", "users", "engine", "model", "peer"),
+    *("rung", "sweep", "cache", "peer", "users", "engine", "model", "compiled", "prompt_tokens", "new_tokens"),
 )
 
 
@@ -119,8 +119,11 @@ def is_ours(row: Row) -> bool:
 
 
 def label_of(row: Row) -> str:
-    """Kernel and format; a dense layer's name says what it is."""
-    return row["kernel"] if row["format"] == row["dtype"] else f"{row['kernel']}, {row['format']}"
+    """Kernel, format (a dense layer's name says what it is), and adapters where there are some."""
+    words = [row["kernel"]] if row["format"] == row["dtype"] else [row["kernel"], row["format"]]
+    if row.get("adapters"):
+        words.append(f"{row['adapters']} adapters of rank {row['rank']}")
+    return ", ".join(words)
 
 
 def by(rows: Iterable[Row], *fields: str) -> dict[tuple[Any, ...], list[Row]]:

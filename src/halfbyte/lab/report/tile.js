@@ -87,13 +87,14 @@
     layer(chosen, M, N, K);
   }
 
-  // The first weights of the explorer's example in this family's default format.
+  // Some weights of the explorer's example in this family's default format.
   function example() {
     const shown = DATA.explorer[byId("tile-family").value];
-    const first = shown.positions.slice(0, 2);
+    const from = telling(shown);
+    const first = shown.positions.slice(from, from + 2);
     const codes = first.flatMap((each) => each.nibbles.map((nibble) => ({
       each, nibble, code: parseInt(shown.codes[nibble.half][each.byte], 16) })));
-    byId("tile-bytes").textContent = shown.positions.slice(0, 8).map((each) => hex(each.byte)).join(" ");
+    byId("tile-bytes").textContent = shown.positions.slice(from, from + 8).map((each) => hex(each.byte)).join(" ");
     byId("tile-codes").textContent = codes.map(({ each, nibble, code }) =>
       `${nibble.expression.replace("byte", `0x${hex(each.byte)}`)} = ${code}`).join(", ");
     byId("tile-entries").textContent = codes.map(({ code }) => `${code} → ${signed(shown.codebook[code])}`).join(", ");
