@@ -79,7 +79,7 @@ def use(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "_weights", ops.Memo())
     monkeypatch.setattr(codebook_mma, "reason_against", lambda problem: None)
     monkeypatch.setattr(codebook_mma, "_device", lambda index: ("sm_90a", 132))
-    monkeypatch.setattr(codebook_mma, "_tensor_map", lambda *arguments: codebook_mma._TensorMap())
+    monkeypatch.setattr(codebook_mma, "tensor_map", lambda *arguments: codebook_mma.TensorMap())
     monkeypatch.setattr(nvrtc, "load", lambda stem, arch, macros, *rest: 1 + macros["X_TYPE"])
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: gpu.stream, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.capturing)

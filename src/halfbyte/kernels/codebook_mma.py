@@ -89,12 +89,12 @@ class Grid:
     units: int
 
 
-class _TensorMap(ctypes.Structure):
+class TensorMap(ctypes.Structure):
     _fields_ = (("opaque", ctypes.c_uint64 * 16),)
 
 
 class _Maps(ctypes.Structure):
-    _fields_ = (("codes", _TensorMap * 3), ("scales", _TensorMap * 3))
+    _fields_ = (("codes", TensorMap * 3), ("scales", TensorMap * 3))
 
 
 class _Codebook(ctypes.Structure):
@@ -163,7 +163,7 @@ def _planned(problem: Problem) -> tuple[Config, Grid]:
     """The configuration for a problem whose weight is aligned, on a card with an H200's multiprocessors."""
     format, k, arch = problem.format, problem.k, problem.arch
     m = max(1, min(problem.m, _chunk(arch)))
-    side = not _copies_fp32(format, k, arch)
+    side = not copies_fp32(format, k, arch)
     return configure(format, problem.dtype, m, problem.n, k, arch, MULTIPROCESSORS, side=side)
 
 
@@ -189,6 +189,12 @@ def predicted_seconds(problem: Problem) -> float:
     bits = 4 + 32 / problem.format.blocksize
     rows = problem.m if problem.m <= 8 else 8 + 4 * (problem.m - 8)
     return 3e-6 + problem.n * problem.k * bits / 8 / 4.1e12 * (1 + (rows - 1) / 50)
+
+
+def finer(format: BlockFormat, dtype: torch.dtype, n: int, strict: bool) -> bool:
+    """Whether the table is kept to 22 bits."""
+    few = dtype == torch.float16 and n < FEW_ROWS
+    return strict or dtype == torch.float32 or (few and _rounds(format.codebook))
 
 
 def _ceil_div(value: int, by: int) -> int:
@@ -241,8 +247,7 @@ def configure(
 
     side: whether the scales cannot be copied as they are (see `copies_scales`).
     """
-    finer = strict or dtype == torch.float32 or (dtype == torch.float16 and n < FEW_ROWS and _rounds(format.codebook))
-    terms = 2 if finer else 1
+    terms = 2 if finer(format, dtype, n, strict) else 1
     split = best_split(n, k, arch, multiprocessors)
     block = min(format.blocksize, UNIT)
     slab = _ceil_div(_ceil_div(n, 16), multiprocessors // split)
@@ -259,9 +264,9 @@ def configure(
                 X_TYPE=X_TYPES[dtype],
                 TERMS=terms,
                 BLOCK=block,
-                SCALE_KIND=_known_kind(format),
+                SCALE_KIND=known_kind(format),
                 SCALE_SIDE=int(side),
-                HIGH_FIRST=int(_layout(format).high_first),
+                HIGH_FIRST=int(layout_of(format).high_first),
                 OVERLAP=int(arch in BULK_COPY),
                 RESIDENT=resident,
             )
@@ -301,22 +306,22 @@ def with_stages(config: Config, room: int) -> Config:
 
 def copies_scales(weight: PackedWeight, arch: str) -> bool:
     """Whether bulk copies can bring the scales: fp32, one for each block, rows and address in 16 bytes."""
-    return _copies_fp32(weight.format, weight.shape[1], arch) and weight.parts["absmax"].data_ptr() % 16 == 0
+    return copies_fp32(weight.format, weight.shape[1], arch) and weight.parts["absmax"].data_ptr() % 16 == 0
 
 
-def _copies_fp32(format: BlockFormat, k: int, arch: str) -> bool:
+def copies_fp32(format: BlockFormat, k: int, arch: str) -> bool:
     blocksize = format.blocksize
     return arch in BULK_COPY and scale_kind(format) == 0 and blocksize <= UNIT and k % (4 * blocksize) == 0
 
 
-def _known_kind(format: BlockFormat) -> int:
+def known_kind(format: BlockFormat) -> int:
     kind = scale_kind(format)
     if kind is None:
         raise ValueError(f"{STEM} does not read the scales of {format.key}")
     return kind
 
 
-def _layout(format: BlockFormat) -> RecordLayout:
+def layout_of(format: BlockFormat) -> RecordLayout:
     if not isinstance(format.layout, RecordLayout):
         raise ValueError(f"{STEM} does not read the codes of {format.key}")
     return format.layout
@@ -348,7 +353,7 @@ def _rounds(codebook: tuple[float, ...]) -> bool:
 
 
 @cache
-def _codebook(codebook: tuple[float, ...], terms: int) -> _Codebook:
+def codebook_of(codebook: tuple[float, ...], terms: int) -> _Codebook:
     """The table as the kernel takes it: fp16 bits, and with two terms what they miss, 2^11 times larger."""
     factor = 1.0 if terms == 2 else table_factor(codebook)
     scaled = torch.tensor(codebook, dtype=torch.float64) * factor
@@ -364,17 +369,17 @@ def _arguments(weight: PackedWeight, config: Config, grid: Grid, arch: str) -> t
     maps = _Maps()
     for kind, tiles in enumerate((config.TILES, config.LAST, config.LAST - 1)):
         if arch in BULK_COPY and tiles:
-            maps.codes[kind] = _tensor_map(weight.codes, n, k // 2, 16 * tiles, 128)
+            maps.codes[kind] = tensor_map(weight.codes, n, k // 2, 16 * tiles, 128)
         if not config.SCALE_SIDE and tiles:
             absmax = weight.parts["absmax"]
-            maps.scales[kind] = _tensor_map(absmax, n, k // config.BLOCK, 16 * tiles, config.stage_blocks)
+            maps.scales[kind] = tensor_map(absmax, n, k // config.BLOCK, 16 * tiles, config.stage_blocks)
     tiles, larger = divmod(_ceil_div(n, 16), grid.clusters)
     problem = _Problem(codes=weight.codes.data_ptr(), n=n, k=k, tiles=tiles, larger=larger, units=grid.units)
-    return maps, _codebook(weight.format.codebook, config.TERMS), _scales(weight), problem
+    return maps, codebook_of(weight.format.codebook, config.TERMS), scales_of(weight), problem
 
 
 @cache
-def _device(index: int) -> tuple[str, int]:
+def device_of(index: int) -> tuple[str, int]:
     """Architecture and number of multiprocessors of a CUDA device."""
     properties = torch.cuda.get_device_properties(index)
     capability = (properties.major, properties.minor)
@@ -385,7 +390,7 @@ def _device(index: int) -> tuple[str, int]:
 def bind(weight: PackedWeight, dtype: torch.dtype, m: int, strict: bool = False) -> Launch:
     """Compile or find the kernel for a weight on a GPU and m rows of x, at most `_chunk`; not inside graph capture."""
     device = weight.device.index
-    arch, multiprocessors = _device(device)
+    arch, multiprocessors = device_of(device)
     n, k = weight.shape
     side = not copies_scales(weight, arch)
     config, grid = configure(weight.format, dtype, m, n, k, arch, multiprocessors, strict, side)
@@ -402,7 +407,7 @@ def bind(weight: PackedWeight, dtype: torch.dtype, m: int, strict: bool = False)
     )
 
 
-def _launcher(weight: PackedWeight) -> Launcher | None:
+def launcher_of(weight: PackedWeight) -> Launcher | None:
     """The weight's launcher; None where the kernel cannot take its addresses (views that are not aligned)."""
     launcher = Launcher.of(STEM, weight)
     return launcher if launcher.readable and launcher.addresses[0] % ALIGNMENT == 0 else None
@@ -410,15 +415,15 @@ def _launcher(weight: PackedWeight) -> Launcher | None:
 
 def launch_for(weight: PackedWeight, dtype: torch.dtype, m: int) -> Launch | None:
     """See registry.Kernel."""
-    launcher = _launcher(weight)
-    if launcher is None or m > _chunk(_device(launcher.index)[0]):
+    launcher = launcher_of(weight)
+    if launcher is None or m > _chunk(device_of(launcher.index)[0]):
         return None
     return launcher.get(bind, weight, dtype, m, False)
 
 
 def run(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, strict: bool = False) -> None:
     """See registry.Run. Weights at odd addresses (views that are not 16-byte aligned) go to the fallback."""
-    launcher = _launcher(weight)
+    launcher = launcher_of(weight)
     if launcher is None:
         fallback.run(x, weight, bias, out)
         return
@@ -428,7 +433,7 @@ def run(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, stric
         x = x.clone(memory_format=torch.contiguous_format)
     stream = launcher.stream()
     early = launcher.settled(stream)
-    chunk = _chunk(_device(launcher.index)[0])
+    chunk = _chunk(device_of(launcher.index)[0])
     for first in range(0, m, chunk):
         rows = slice(first, min(m, first + chunk))
         launch = launcher.get(bind, weight, x.dtype, rows.stop - rows.start, strict)
@@ -450,9 +455,9 @@ register(
 )
 
 
-def _scales(weight: PackedWeight) -> _Scales:
+def scales_of(weight: PackedWeight) -> _Scales:
     format, parts = weight.format, weight.parts
-    kind = _known_kind(format)
+    kind = known_kind(format)
     values = parts["scales" if kind == 2 else "absmax"]
     block = min(format.blocksize, UNIT)
     whole_stages = weight.shape[1] % (TEAM * UNIT) == 0
@@ -465,7 +470,7 @@ def _scales(weight: PackedWeight) -> _Scales:
     return result
 
 
-def _tensor_map(matrix: Tensor, rows: int, columns: int, box_rows: int, box_columns: int) -> _TensorMap:
+def tensor_map(matrix: Tensor, rows: int, columns: int, box_rows: int, box_columns: int) -> TensorMap:
     """A map for bulk copies of boxes 16, 32 or 128 bytes wide from a uint8 or fp32 matrix; chunks swizzled by row."""
     from cuda.bindings import driver
 
@@ -491,4 +496,4 @@ def _tensor_map(matrix: Tensor, rows: int, columns: int, box_rows: int, box_colu
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     )
-    return _TensorMap.from_buffer_copy(ctypes.string_at(result.getPtr(), ctypes.sizeof(_TensorMap)))
+    return TensorMap.from_buffer_copy(ctypes.string_at(result.getPtr(), ctypes.sizeof(TensorMap)))

@@ -121,27 +121,15 @@ struct Problem {
 #define METHOD __device__ __forceinline__
 #define DEVICE static METHOD
 
-#include "codebook_mma_shared.cuh"
+#include "codebook_shared.cuh"
+#include "codebook_numbers.cuh"
+#include "codebook_decode.cuh"
+#include "codebook_scales.cuh"
 #include "codebook_mma_copies.cuh"
 #include "codebook_mma_x.cuh"
 #include "codebook_mma_sums.cuh"
 
 // ---- the warps' work
-
-// A warp's share of the table: its pairs of weights, one copy a bank.
-DEVICE void build_table(const Codebook& codebook, u32 base, int warp, int lane) {
-    constexpr int entries = 256 / WARPS;
-    const int entry = warp * entries + lane % entries;
-    const int first = HIGH_FIRST ? entry >> 4 : entry & 15, second = HIGH_FIRST ? entry & 15 : entry >> 4;
-    const u32 pair = codebook.high[first] | (u32)codebook.high[second] << 16;
-    const u32 low = codebook.low[first] | (u32)codebook.low[second] << 16;
-#pragma unroll
-    for (int i = 0; i < entries; ++i) {
-        const u32 at = base + (warp * entries + i) * 128 + lane * 4;
-        sts32(at, __shfl_sync(~0u, pair, i));
-        if (TERMS == 2) sts32(at + 32768, __shfl_sync(~0u, low, i));
-    }
-}
 
 // A place in the ring: the slot, and how often it was used before.
 struct Place {
@@ -336,7 +324,7 @@ codebook_mma(const __grid_constant__ Maps maps, const __grid_constant__ Codebook
         __syncwarp();
         if (elected()) copies.copy<false>(maps, p, base, STAGES, lane);
     } else if (warp < WARPS) {    // builds its share of the table, one copy of each pair of weights a bank
-        build_table(codebook, base, warp, lane);
+        build_table<WARPS>(codebook, base, warp, lane);
     }
 #if SCALE_KIND == 1
     for (int i = threadIdx.x; i < 256; i += THREADS) sts32(base + MAP256_AT + 4 * i, __float_as_uint(__ldg(scales.map + i)));

@@ -8,31 +8,6 @@ DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// A lane's codes of a tile: [row or row + 8][half of its 8 bytes, or scale block].
-DEVICE void load_codes(u32 at, u32 (&word)[2][2]) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        if (BLOCK == 64) {
-            lds64(at + h * 1024, word[h][0], word[h][1]);
-        } else {
-            word[h][0] = lds32(at + h * 1024);
-            word[h][1] = lds32((at ^ 16) + h * 1024);
-        }
-    }
-}
-
-// The A fragment of step `step` of the four of a unit, by the table: two bytes of each of two words, in the order of memory.
-// A byte's entries are 128 bytes apart; `bank` holds the rest of their addresses but the table's offset.
-template <int OFFSET>
-DEVICE void decode(const u32 (&word)[2][2], int step, u32 bank, u32 (&a)[4]) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const u32 w = word[i & 1][step >> 1];
-        const int byte = 2 * (step & 1) + (i >> 1);
-        a[i] = table_word<OFFSET>((byte == 0 ? w << 7 : w >> (8 * byte - 7)) & 0x7F80 | bank);
-    }
-}
-
 // Adds the products of one unit to the accumulators of a pass's tiles.
 template <int T>
 DEVICE void multiply_unit(u32 codes, u32 scales, u32 bank, const Activations (&x)[GROUPS], float (&acc)[T][GROUPS][4]) {
@@ -103,26 +78,7 @@ DEVICE Share share_of(const Problem& p) {
 
 // ---- the end of a pass
 
-DEVICE float bias_of(const Problem& p, int n) {
-    if (X_TYPE == 2 || p.bias_is_fp32) return __ldg((const float*)p.bias + n);
-    const u32 bits = __ldg((const u16*)p.bias + n);
-    return X_TYPE == 1 ? __uint_as_float(bits << 16) : half_to_float(bits);
-}
-
-DEVICE void store(const Problem& p, int row, int n, float value) {
-    const long long at = (long long)row * p.n + n;
-    if (p.bias) value += bias_of(p, n);
-#if X_TYPE == 2
-    ((float*)p.out)[at] = value;
-#else
-    u16 bits;
-    if (X_TYPE == 1)
-        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-    else
-        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-    ((u16*)p.out)[at] = bits;
-#endif
-}
+DEVICE void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS) : "memory"); }
 
 // Adds the warps' accumulators, then the cluster's, in a fixed order, and writes the pass's outputs.
 //
@@ -201,6 +157,6 @@ DEVICE void reduce_and_store(const Problem& p, u32 base, int pass, float inverse
 #pragma unroll
         for (int o = 0; o < owned; ++o) {
             const int i = thread + threads * o, row = share.slab + pass * ROWS + i % (16 * T), column = 8 * j + i / (16 * T);
-            if (i < group_outputs && row < p.n && column < p.m) store(p, column, row, total[j][o] * inverse);
+            if (i < group_outputs && row < p.n && column < p.m) store(p, column, row, total[j][o], inverse);
         }
 }

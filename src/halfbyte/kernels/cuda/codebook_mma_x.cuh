@@ -1,61 +1,10 @@
 // Part of codebook_mma.cu: x, from memory to B fragments.
 
-DEVICE u32 pack_half2(float low, float high) {
-    u32 d;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
-    return d;
-}
-
-DEVICE float half_to_float(u32 bits) {
-    float f;
-    asm("{ .reg .b16 h; cvt.u16.u32 h, %1; cvt.f32.f16 %0, h; }" : "=f"(f) : "r"(bits & 0xFFFF));
-    return f;
-}
-
-DEVICE u32 max_bf16x2(u32 a, u32 b) {
-    u32 d;
-    asm("max.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-    return d;
-}
-
-DEVICE u32 scale_bf16x2(u32 a, u32 scale) {
-    u32 d;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(scale), "r"(0x80008000u));
-    return d;
-}
-
-DEVICE u32 scaled_bf16x2(u32 raw, u32 scale) {
-    const u32 scaled = scale_bf16x2(raw, scale | scale >> 16);
-    return pack_half2(__uint_as_float(scaled << 16), __uint_as_float(scaled & 0xFFFF0000u));
-}
-
 // A lane's B fragments of a group of 8 rows of x in one unit, in the order in which codes are decoded.
 struct Activations {
     u32 word[8 * X_TERMS];
     float unscale[2];    // of the two columns of a lane's sums
 };
-
-// The power of two that brings the largest of a row's elements in a unit to 2^14, and its inverse, as bits of fp32. `top` is
-// the largest magnitude that this lane has seen, as bits of fp32; the row is spread over `LANES` lanes.
-struct PowerOfTwo {
-    u32 scale, inverse;
-};
-template <int LANES>
-DEVICE PowerOfTwo power_for(u32 top) {
-    if (LANES == 32)
-        top = __reduce_max_sync(~0u, top);
-    else
-#pragma unroll
-        for (int step = LANES / 2; step > 0; step /= 2) top = max(top, __shfl_xor_sync(~0u, top, step));
-    const u32 exponent = max(top >> 23, 15u);
-    return {(268u - exponent) << 23, (exponent - 14u) << 23};
-}
-
-DEVICE u32 magnitude(u32 top, u32 word) {    // the larger of `top` and the elements of a word of x
-    if (X_TYPE == 2) return max(top, word & 0x7FFFFFFFu);
-    const u32 pair = max_bf16x2(word & 0x7FFF7FFFu, word & 0x7FFF7FFFu);
-    return max(top, max(pair & 0xFFFF0000u, pair << 16));
-}
 
 // A unit's x in B fragments. Scaling brings the largest of each row to 2^14: bf16's 8 bits then fit fp16 exactly, and fp32's
 // 24 bits fit two fp16 numbers to 22. x is fetched while the unit before is multiplied.

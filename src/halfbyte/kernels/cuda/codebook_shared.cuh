@@ -1,13 +1,6 @@
-// Part of codebook_mma.cu: single instructions, barriers, what blocks and launches have to do with each other.
+// Single instructions, barriers, bulk copies, and what blocks and launches have to do with each other.
 
 DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
-
-template <int OFFSET>
-DEVICE u32 table_word(u32 address) {
-    u32 d;
-    asm volatile("ld.shared.u32 %0, [%1 + %2];" : "=r"(d) : "r"(address), "n"(OFFSET));
-    return d;
-}
 
 DEVICE u32 lds32(u32 address) {
     u32 d;
@@ -114,4 +107,22 @@ DEVICE void previous_kernel_done() {
 #endif
 }
 
-DEVICE void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS) : "memory"); }
+
+
+// ---- bulk copies
+
+#if __CUDA_ARCH__ >= 900
+DEVICE void expect_bytes(u32 full, u32 bytes) {
+    asm volatile("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1; }" ::"r"(full), "r"(bytes) : "memory");
+}
+DEVICE void expect_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+DEVICE bool elected() {    // one thread of a warp
+    u32 yes;
+    asm volatile("{ .reg .pred p; elect.sync _|p, 0xFFFFFFFF; selp.u32 %0, 1, 0, p; }" : "=r"(yes));
+    return yes;
+}
+DEVICE void copy_tile(const TensorMap* map, int column, int row, u32 to, u32 full) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+                 ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(full) : "memory");
+}
+#endif

@@ -1,0 +1,280 @@
+"""Launcher of cuda/codebook_wgmma.cu: 9 to 64 rows of x times a 4-bit codebook weight, on sm_90a.
+
+A call lays x out for the tensor cores (cuda/codebook_wgmma_x.cu), in memory of PyTorch's allocator, then multiplies;
+the second kernel fetches weights while the first is at work. Rows of x have the bits that codebook_mma gives them: K is
+cut as there, whatever the configuration here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from ..formats import BlockFormat, PackedWeight
+from . import codebook_mma as mma
+from . import fallback, nvrtc
+from .launch import Launch, Launcher, part
+from .registry import Kernel, Problem, register
+
+STEM, IMAGE_STEM = "codebook_wgmma", "codebook_wgmma_x"
+ARCH = "sm_90a"
+MIN_M, MAX_M, CHUNK = 9, 64, 32  # rows of x: that this kernel is for, and of one launch
+UNIT, TEAM = mma.UNIT, mma.TEAM
+TABLE_BYTES = 32768
+ROOM = (227 << 10) - 1024  # dynamic shared memory; the table begins 1024 bytes in
+REGISTERS = {2: (96, 160), 3: (40, 152), 4: (32, 112)}  # of threads that copy, and that multiply, by warpgroups
+
+
+@dataclass(frozen=True)
+class Config:
+    """The kernel's macros; codebook_wgmma.cu says what each means."""
+
+    ROW_GROUPS: int
+    UNIT_GROUPS: int
+    COLUMNS: int
+    STAGES: int
+    CLUSTER: int
+    RANKS: int
+    X_TYPE: int
+    BLOCK: int
+    SCALE_KIND: int
+    SCALE_SIDE: int
+    HIGH_FIRST: int
+    OVERLAP: int
+    PRODUCER_REGISTERS: int
+    CONSUMER_REGISTERS: int
+
+    @property
+    def threads(self) -> int:
+        """Warpgroups that multiply, and one that copies and decodes scales."""
+        return 128 * (self.ROW_GROUPS * self.UNIT_GROUPS + 1)
+
+    @property
+    def rows(self) -> int:
+        """Rows of W in a tile."""
+        return 64 * self.ROW_GROUPS
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: table, ring, sums of pieces, sums passed between warpgroups, nested map, barriers."""
+        stage_blocks = TEAM * UNIT // self.BLOCK
+        unscale = 16 * self.COLUMNS if self.X_TYPE == 1 else 0
+        slot = self.rows * (128 + 4 * stage_blocks) + 512 * self.COLUMNS + unscale
+        pieces = 4 * self.RANKS // self.CLUSTER
+        sums = self.rows * self.COLUMNS * 4 * ((pieces if pieces <= 2 else pieces // 4) + self.UNIT_GROUPS - 1)
+        return TABLE_BYTES + self.STAGES * slot + sums + 1024 * (self.SCALE_KIND == 1) + 16 * (self.STAGES + 1)
+
+
+class _Maps(ctypes.Structure):
+    _fields_ = (("codes", mma.TensorMap), ("scales", mma.TensorMap))
+
+
+class _Problem(ctypes.Structure):
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("x_stride", ctypes.c_longlong),
+        ("m", ctypes.c_int),
+        ("n", ctypes.c_int),
+        ("k", ctypes.c_int),
+        ("bias_is_fp32", ctypes.c_int),
+        ("units", ctypes.c_int),
+    )
+
+
+def reason_against(problem: Problem) -> str | None:
+    """Why this kernel cannot serve a problem, or None."""
+    if problem.arch != ARCH:
+        return f"is for {ARCH}, not for {problem.arch}"
+    if not MIN_M <= problem.m <= MAX_M:
+        return f"is for M from {MIN_M} to {MAX_M}, got {problem.m}"
+    if problem.dtype == torch.float32:
+        return "multiplies fp16 and bf16 activations, got fp32"
+    if mma.finer(problem.format, problem.dtype, problem.n, strict=False):
+        return f"has one table; fp16 outputs of fewer than {mma.FEW_ROWS} rows of W take codebook_mma's finer one"
+    return mma.reason_against(problem)
+
+
+def columns(m: int) -> int:
+    """Rows of x that a launch for m of them holds."""
+    return 16 if m <= 16 else 32
+
+
+def predicted_clocks(config: Config, n: int, k: int, multiprocessors: int) -> float:
+    """Clocks of a launch: what the busiest multiprocessor decodes or brings in, and what its passes cost beside."""
+    clusters = multiprocessors // config.CLUSTER if config.CLUSTER < 4 else multiprocessors // 16 * 16 // config.CLUSTER
+    passes = ceil(ceil(n / config.rows) / clusters)
+    share = k / config.CLUSTER
+    decoded = config.rows * share / 26
+    brought = (0.5625 * config.rows + 2 * config.COLUMNS) * share / 30
+    summed = 4 * config.rows * config.COLUMNS / 64 * (4 * config.RANKS / config.CLUSTER + 2) / 4
+    return passes * (max(decoded, brought) + summed + 500) + 3000 + 1500 * (config.CLUSTER > 1)
+
+
+def configurations(
+    format: BlockFormat, dtype: torch.dtype, m: int, n: int, k: int, multiprocessors: int, side: bool
+) -> Iterator[Config]:
+    """All configurations for m rows of x (at most CHUNK) that fit."""
+    block = min(format.blocksize, UNIT)
+    ranks = mma.best_split(n, k, ARCH, multiprocessors)
+    for row_groups, unit_groups in ((4, 1), (3, 1), (2, 2), (1, 4), (2, 1), (1, 2)):
+        for cluster in (1, 2, 4, 8):
+            if cluster > 4 * ranks:
+                continue
+            producer, consumer = REGISTERS[row_groups * unit_groups]
+            for stages in (8, 7, 6, 5, 4, 3, 2):
+                config = Config(
+                    ROW_GROUPS=row_groups,
+                    UNIT_GROUPS=unit_groups,
+                    COLUMNS=columns(m),
+                    STAGES=stages,
+                    CLUSTER=cluster,
+                    RANKS=ranks,
+                    X_TYPE=mma.X_TYPES[dtype],
+                    BLOCK=block,
+                    SCALE_KIND=mma.known_kind(format),
+                    SCALE_SIDE=int(side),
+                    HIGH_FIRST=int(mma.layout_of(format).high_first),
+                    OVERLAP=1,
+                    PRODUCER_REGISTERS=producer,
+                    CONSUMER_REGISTERS=consumer,
+                )
+                if config.shared_bytes <= ROOM:
+                    yield config
+                    break
+
+
+@lru_cache(maxsize=4096)
+def configure(
+    format: BlockFormat, dtype: torch.dtype, m: int, n: int, k: int, multiprocessors: int, side: bool
+) -> Config:
+    """The configuration with the fewest predicted clocks for m rows of x, at most CHUNK."""
+    found = configurations(format, dtype, m, n, k, multiprocessors, side)
+    return min(found, key=lambda config: predicted_clocks(config, n, k, multiprocessors))
+
+
+def describe(problem: Problem) -> str:
+    """The configuration for a problem, in words."""
+    format, m = problem.format, min(problem.m, CHUNK)
+    side = not mma.copies_fp32(format, problem.k, ARCH)
+    config = configure(format, problem.dtype, m, problem.n, problem.k, mma.MULTIPROCESSORS, side)
+    split = f"clusters of {config.CLUSTER} blocks that share K, " if config.CLUSTER > 1 else ""
+    return (
+        f"{split}tiles of {config.rows} rows for {config.COLUMNS} rows of x, "
+        f"{config.ROW_GROUPS * config.UNIT_GROUPS} warpgroups, a ring of {config.STAGES} slots, "
+        f"{config.shared_bytes:,} bytes of shared memory"
+    )
+
+
+def predicted_seconds(problem: Problem) -> float:
+    """By `predicted_clocks` at an H200's 1.98 GHz, for as many launches as there are chunks of x."""
+    format, m = problem.format, min(problem.m, CHUNK)
+    side = not mma.copies_fp32(format, problem.k, ARCH)
+    config = configure(format, problem.dtype, m, problem.n, problem.k, mma.MULTIPROCESSORS, side)
+    clocks = predicted_clocks(config, problem.n, problem.k, mma.MULTIPROCESSORS)
+    return ceil(problem.m / CHUNK) * clocks / 1.98e9
+
+
+def bind(weight: PackedWeight, dtype: torch.dtype, m: int, variant: object = None) -> Launch:
+    """Compile or find the kernel for a weight on a GPU and m rows of x, at most CHUNK; not inside graph capture.
+
+    variant: None for the multiply, IMAGE_STEM for laying x out.
+    """
+    device = weight.device.index
+    multiprocessors = mma.device_of(device)[1]
+    n, k = weight.shape
+    side = not mma.copies_scales(weight, ARCH)
+    config = configure(weight.format, dtype, m, n, k, multiprocessors, side)
+    if variant == IMAGE_STEM:
+        return launch_image(config, k, device)
+    return launch_multiply(weight, config, device, multiprocessors)
+
+
+def launch_image(config: Config, k: int, device: int) -> Launch:
+    """The kernel that lays x out."""
+    macros = {name: getattr(config, name) for name in ("COLUMNS", "BLOCK", "X_TYPE", "OVERLAP")}
+    return Launch(
+        nvrtc.load(IMAGE_STEM, ARCH, macros, device, 0),
+        (_Problem(k=k),),
+        blocks=stages_of(k),
+        threads=256,
+        shared_bytes=0,
+        early=True,
+        alignment=mma.ALIGNMENT,
+        rows=config.COLUMNS,
+        name=f"{IMAGE_STEM} {macros}",
+    )
+
+
+def launch_multiply(weight: PackedWeight, config: Config, device: int, multiprocessors: int) -> Launch:
+    """The kernel that multiplies."""
+    n, k = weight.shape
+    maps = _Maps(codes=mma.tensor_map(weight.codes, n, k // 2, config.rows, 128))
+    if not config.SCALE_SIDE:
+        blocks = TEAM * UNIT // config.BLOCK
+        maps.scales = mma.tensor_map(weight.parts["absmax"], n, k // config.BLOCK, config.rows, blocks)
+    units = mma.cut(n, k, 1, config.RANKS, multiprocessors)[2].units
+    clusters = min(ceil(n / config.rows), max(1, multiprocessors // config.CLUSTER))
+    return Launch(
+        nvrtc.load(STEM, ARCH, asdict(config), device, config.shared_bytes),
+        (maps, mma.codebook_of(weight.format.codebook, 1), mma.scales_of(weight), _Problem(n=n, k=k, units=units)),
+        blocks=clusters * config.CLUSTER,
+        threads=config.threads,
+        shared_bytes=config.shared_bytes,
+        early=True,
+        alignment=1,
+        rows=config.COLUMNS,
+        name=f"{STEM} {config}",
+    )
+
+
+def stages_of(k: int) -> int:
+    """Stages of 256 weights of a row."""
+    return ceil(k / (TEAM * UNIT))
+
+
+def image_for(x: Tensor, k: int) -> Tensor:
+    """Memory for the image of x [m, k]; it has m rows so that a launch finds m in its shape."""
+    m = x.shape[0]
+    size = stages_of(k) * columns(m) * (512 + 16)
+    return torch.empty((m, ceil(size / m)), dtype=torch.uint8, device=x.device)
+
+
+def run(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor) -> None:
+    """See registry.Run. Weights at odd addresses (views that are not 16-byte aligned) go to the fallback."""
+    launcher = Launcher.of(STEM, weight)
+    if not launcher.readable or launcher.addresses[0] % mma.ALIGNMENT:
+        fallback.run(x, weight, bias, out)
+        return
+    m, k = x.shape
+    if (x.data_ptr() | x.stride(0) * x.element_size()) % mma.ALIGNMENT or x.stride(1) != 1:
+        x = x.clone(memory_format=torch.contiguous_format)
+    stream = launcher.stream()
+    early = launcher.settled(stream)
+    for first in range(0, m, CHUNK):
+        rows = slice(first, min(m, first + CHUNK))
+        these, outputs = part(x, rows), part(out, rows)
+        image = image_for(these, k)
+        launcher.get(bind, weight, x.dtype, these.shape[0], IMAGE_STEM)(these, None, image, stream, True)
+        launcher.get(bind, weight, x.dtype, these.shape[0])(image, bias, outputs, stream, early or first > 0)
+
+
+register(
+    Kernel(
+        name=STEM,
+        backend="cuda",
+        about="Hopper's tensor cores on 4-bit codebook weights in place, for 9 to 64 rows of x",
+        supports=reason_against,
+        cost=predicted_seconds,
+        run=run,
+        batch_invariant_to=MAX_M,
+        describe=describe,
+    )
+)

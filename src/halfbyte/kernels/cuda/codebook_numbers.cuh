@@ -1,0 +1,74 @@
+// Numbers on their way in and out of kernels that multiply in fp16: what two kernels convert alike has the same bits.
+
+DEVICE u32 pack_half2(float low, float high) {
+    u32 d;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+    return d;
+}
+
+DEVICE float half_to_float(u32 bits) {
+    float f;
+    asm("{ .reg .b16 h; cvt.u16.u32 h, %1; cvt.f32.f16 %0, h; }" : "=f"(f) : "r"(bits & 0xFFFF));
+    return f;
+}
+
+DEVICE u32 max_bf16x2(u32 a, u32 b) {
+    u32 d;
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
+
+DEVICE u32 scale_bf16x2(u32 a, u32 scale) {
+    u32 d;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(scale), "r"(0x80008000u));
+    return d;
+}
+
+DEVICE u32 scaled_bf16x2(u32 raw, u32 scale) {
+    const u32 scaled = scale_bf16x2(raw, scale | scale >> 16);
+    return pack_half2(__uint_as_float(scaled << 16), __uint_as_float(scaled & 0xFFFF0000u));
+}
+
+// The power of two that brings the largest of a row's elements in a unit to 2^14, and its inverse, as bits of fp32. `top` is
+// the largest magnitude that this lane has seen, as bits of fp32; the row is spread over `LANES` lanes.
+struct PowerOfTwo {
+    u32 scale, inverse;
+};
+template <int LANES>
+DEVICE PowerOfTwo power_for(u32 top) {
+    if (LANES == 32)
+        top = __reduce_max_sync(~0u, top);
+    else
+#pragma unroll
+        for (int step = LANES / 2; step > 0; step /= 2) top = max(top, __shfl_xor_sync(~0u, top, step));
+    const u32 exponent = max(top >> 23, 15u);
+    return {(268u - exponent) << 23, (exponent - 14u) << 23};
+}
+
+DEVICE u32 magnitude(u32 top, u32 word) {    // the larger of `top` and the elements of a word of x
+    if (X_TYPE == 2) return max(top, word & 0x7FFFFFFFu);
+    const u32 pair = max_bf16x2(word & 0x7FFF7FFFu, word & 0x7FFF7FFFu);
+    return max(top, max(pair & 0xFFFF0000u, pair << 16));
+}
+
+DEVICE float bias_of(const Problem& p, int n) {
+    if (X_TYPE == 2 || p.bias_is_fp32) return __ldg((const float*)p.bias + n);
+    const u32 bits = __ldg((const u16*)p.bias + n);
+    return X_TYPE == 1 ? __uint_as_float(bits << 16) : half_to_float(bits);
+}
+
+// Writes an output: its sum times what its table was divided by, plus bias; one rounding for both, in every kernel alike.
+DEVICE void store(const Problem& p, int row, int n, float sum, float inverse) {
+    const long long at = (long long)row * p.n + n;
+    const float value = p.bias ? fmaf(sum, inverse, bias_of(p, n)) : sum * inverse;
+#if X_TYPE == 2
+    ((float*)p.out)[at] = value;
+#else
+    u16 bits;
+    if (X_TYPE == 1)
+        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    else
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    ((u16*)p.out)[at] = bits;
+#endif
+}

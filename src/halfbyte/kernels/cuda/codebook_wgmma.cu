@@ -1,0 +1,473 @@
+// out[M, N] = x[M, K] * W[N, K]^T for 9 to 64 rows of x on sm_90a, W a 4-bit codebook weight read where the checkpoint left it.
+//
+// A block takes tiles of ROWS rows of W, a cluster of CLUSTER blocks shares K. One thread copies a stage after another into a
+// ring of STAGES slots: 256 weights a row of codes, their fp32 scales (side warps write them where they need decoding), and
+// the stage's part of x, which codebook_wgmma_x.cu has laid out in fp16 as wgmma reads it. Each warpgroup multiplies 64 rows,
+// and of a stage's four units (64 weights of a row) 4 / UNIT_GROUPS:
+//
+//   codes of 64 rows x 64 k --table--> A fragments in registers --\
+//   COLUMNS rows of x x 64 k, in shared memory ------------------- + 4 wgmma --> fp32 sums of one scale block
+//                                                          chain += scale * sums
+//
+// The order of summation is that of codebook_mma.cu, so a row of x has the same bits in both: K is cut into RANKS ranks of
+// four pieces; in a piece the units r, r + 4, r + 8 ... are a chain each (there a warp); the four chains of a piece are added,
+// then the pieces of a rank, then the ranks. Sums of pieces wait in shared memory until all of the cluster's are there.
+//
+// Macros, set by codebook_wgmma.py:
+//   ROW_GROUPS      64-row groups of a tile          UNIT_GROUPS    warpgroups that share a stage's units: 1, 2 or 4
+//   COLUMNS         rows of x, a multiple of 8       STAGES         slots of the ring
+//   CLUSTER         blocks that share K              RANKS          of K; a block has 4 * RANKS / CLUSTER pieces
+//   X_TYPE          0 fp16, 1 bf16 (also of out)     BLOCK          32 or 64: k between two scales
+//   SCALE_KIND      0 fp32, 1 nested, 2 E8M0         SCALE_SIDE     whether side warps bring the scales
+//   HIGH_FIRST      element 2j is the high nibble    OVERLAP        starts before the previous kernel has ended
+//   PRODUCER_REGISTERS, CONSUMER_REGISTERS           of a thread
+
+#define UNIT 64
+#define TEAM 4                                   // units in a stage
+#define TERMS 1
+#define SPLIT CLUSTER                            // as codebook_shared.cuh calls it
+#define WARPGROUPS (ROW_GROUPS * UNIT_GROUPS)    // that multiply
+#define CONSUMERS (128 * WARPGROUPS)             // their threads
+#define WARPS (4 * WARPGROUPS)
+#define THREADS (CONSUMERS + 128)
+#define ROWS (64 * ROW_GROUPS)
+#define UNITS (4 / UNIT_GROUPS)                  // of a stage that a warpgroup multiplies
+#define HALVES (COLUMNS > 32 ? 2 : 1)            // of the columns: sums of all of them would not fit the registers
+#define WIDTH (COLUMNS / HALVES)                 // columns of a wgmma
+#define SUBS (UNIT / BLOCK)
+#define STAGE_BLOCKS (TEAM * SUBS)
+#define PIECES (4 * RANKS / CLUSTER)             // of K that a block has
+#define ENTRIES (PIECES <= 2 ? PIECES : PIECES / 4)    // sums it keeps: a piece's, or a rank's where it has whole ranks
+#define SIDE_WARPS 2
+
+#define TABLE_AT 1024                            // where a block's own shared memory begins, as the table's addresses have it
+#define TABLE_BYTES 32768
+#define CODE_BYTES (ROWS * 128)
+#define X_SLOT (COLUMNS * 512)
+#define SCALE_PITCH (4 * STAGE_BLOCKS)
+#define SCALE_BYTES (ROWS * SCALE_PITCH)
+#define UNSCALE_BYTES (X_TYPE == 1 ? COLUMNS * 16 : 0)
+#define SUM_BYTES (ROWS * COLUMNS * 4)
+#define CODES_AT TABLE_BYTES
+#define X_AT (CODES_AT + STAGES * CODE_BYTES)
+#define SCALES_AT (X_AT + STAGES * X_SLOT)
+#define UNSCALE_AT (SCALES_AT + STAGES * SCALE_BYTES)
+#define ENTRIES_AT (UNSCALE_AT + STAGES * UNSCALE_BYTES)
+#define PASSED_AT (ENTRIES_AT + ENTRIES * SUM_BYTES)
+#define MAP256_AT (PASSED_AT + (UNIT_GROUPS - 1) * SUM_BYTES)
+#define BARRIERS_AT (MAP256_AT + (SCALE_KIND == 1 ? 1024 : 0))
+#define SLOT_FULL(slot) (16 * (slot))            // from BARRIERS_AT; "empty" is 8 further
+#define SUMS_FULL (16 * STAGES)                  // the cluster's sums are there; "free" is 8 further: they were read
+
+// barriers of threads: 1 all consumers; then for each row group, what was passed is there, and was read
+#define PASSED(group) (2 + (group))
+#define TAKEN(group) (2 + ROW_GROUPS + (group))
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+typedef unsigned char u8;
+
+struct alignas(64) TensorMap {
+    u64 opaque[16];
+};
+
+struct Maps {
+    TensorMap codes, scales;
+};
+
+struct Codebook {
+    u16 high[16];    // fp16(codebook * factor)
+    u16 low[16];
+    float inverse;   // 1 / factor: multiplies the sums
+};
+
+struct Scales {
+    const void* values;     // fp32 absmax, q8 or E8M0, by SCALE_KIND
+    const float* outer;     // nested: absmax of each 256 blocks
+    const float* map;       // nested: the 256 values of q8
+    const float* offset;    // nested: one number, added to each scale
+    int shift;              // log2 of units (of BLOCK weights) that share a scale
+    int aligned;            // whether K is in whole stages, and bytes of scales can be read by 4
+};
+
+struct Problem {
+    const u8* x;            // its image: COLUMNS * 512 bytes a stage, then (X_TYPE 1) what undoes the scaling, COLUMNS * 16 a stage
+    const void* bias;       // of x's type or fp32, or null
+    void* out;
+    long long x_stride;     // nobody's: the image has no rows
+    int m, n, k;
+    int bias_is_fp32;
+    int units;              // units of K that a rank owns, a multiple of TEAM
+};
+
+#define METHOD __device__ __forceinline__
+#define DEVICE static METHOD
+
+#include "codebook_shared.cuh"
+#include "codebook_numbers.cuh"
+#include "codebook_decode.cuh"
+#include "codebook_scales.cuh"
+
+// ---- single instructions
+
+DEVICE void bulk_copy(const void* from, u32 to, u32 bytes, u32 full) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(to), "l"(from), "r"(bytes), "r"(full) : "memory");
+}
+
+DEVICE void threads_sync(int barrier, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
+DEVICE void threads_arrive(int barrier, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
+
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT>
+DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory"); }
+
+// Rows of x in shared memory, 128 bytes each, as wgmma describes them: chunks of 16 bytes swizzled by row, 8 rows in 1024 bytes.
+DEVICE u64 descriptor(u32 address) { return (u64)(address >> 4 & 0x3FFF) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62; }
+
+// d = a * b, or d += a * b: 64 rows of W, WIDTH rows of x, 16 k.
+#define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define A_AND_B "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(more)
+DEVICE void wgmma(float (&d)[WIDTH / 2], const u32 (&a)[4], u64 b, int more) {
+#if WIDTH == 16
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %13, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, %12, p, 1, 1, 0; }"
+                 : D4(0), D4(4) : A_AND_B);
+#elif WIDTH == 32
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %21, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+                 "{%16, %17, %18, %19}, %20, p, 1, 1, 0; }"
+                 : D4(0), D4(4), D4(8), D4(12) : A_AND_B);
+#else
+#error "WIDTH is 16 or 32"
+#endif
+}
+
+// ---- what a block has to do
+
+struct Piece {
+    int unit, stages;    // its first unit of K, and its stages
+};
+
+DEVICE Piece piece_of(const Problem& p, int cluster_rank, int piece) {
+    const int number = cluster_rank * PIECES + piece, begin = number / 4 * p.units, end = min(p.k / UNIT, begin + p.units);
+    const int run = (end - begin + 15) / 16 * TEAM, unit = begin + number % 4 * run;    // as codebook_mma's teams have it
+    return {unit, max(0, (min(end, unit + run) - unit + TEAM - 1) / TEAM)};
+}
+
+// A place in the ring: the slot, and the parity of its turn.
+struct Place {
+    u32 slot, turn;
+    METHOD void step() {
+        if (++slot == STAGES) slot = 0, turn ^= 1;
+    }
+};
+
+// All stages of a block: tile after tile, piece after piece.
+struct Walk {
+    int tile, piece, stage;
+    Piece now;
+
+    METHOD Walk(const Problem& p, int tile, int rank) : tile(tile), piece(0), stage(0), now(piece_of(p, rank, 0)) { settle(p, rank); }
+    METHOD int unit() const { return now.unit + TEAM * stage; }
+    METHOD bool done(const Problem& p) const { return tile * ROWS >= p.n; }
+    METHOD void step(const Problem& p, int rank) { ++stage, settle(p, rank); }
+    METHOD void settle(const Problem& p, int rank) {    // the next piece that has a stage
+        while (stage >= now.stages && tile * ROWS < p.n) {
+            if (++piece == PIECES) piece = 0, tile += gridDim.x / CLUSTER;
+            stage = 0, now = piece_of(p, rank, piece);
+        }
+    }
+};
+
+// ---- the copying thread
+
+DEVICE void copy_weight(const Maps& maps, const Walk& walk, u32 base, u32 slot) {
+    const u32 full = base + BARRIERS_AT + SLOT_FULL(slot);
+    expect_bytes(full, CODE_BYTES + (SCALE_SIDE ? 0 : SCALE_BYTES) + X_SLOT + UNSCALE_BYTES);
+    copy_tile(&maps.codes, walk.unit() * (UNIT / 2), walk.tile * ROWS, base + CODES_AT + slot * CODE_BYTES, full);
+    if (!SCALE_SIDE) copy_tile(&maps.scales, walk.unit() * SUBS, walk.tile * ROWS, base + SCALES_AT + slot * SCALE_BYTES, full);
+}
+
+DEVICE void copy_x(const Problem& p, const Walk& walk, u32 base, u32 slot) {
+    const u32 full = base + BARRIERS_AT + SLOT_FULL(slot), stage = walk.unit() / TEAM, stages = (p.k / UNIT + TEAM - 1) / TEAM;
+    bulk_copy(p.x + (u64)stage * X_SLOT, base + X_AT + slot * X_SLOT, X_SLOT, full);
+    if (X_TYPE == 1) bulk_copy(p.x + (u64)stages * X_SLOT + stage * UNSCALE_BYTES, base + UNSCALE_AT + slot * UNSCALE_BYTES, UNSCALE_BYTES, full);
+}
+
+// Weights of the first slots are sent for while the previous kernels end, x when it is there.
+DEVICE void copy_all(const Maps& maps, const Problem& p, u32 base, int tile, int rank) {
+    Walk weights(p, tile, rank), x = weights;
+    Place place = {0, 0};
+    u32 ahead = 0;
+    for (; ahead < STAGES && !weights.done(p); ++ahead, weights.step(p, rank)) copy_weight(maps, weights, base, ahead);
+    previous_kernel_done();
+    for (u32 slot = 0; slot < ahead; ++slot, x.step(p, rank)) copy_x(p, x, base, slot);
+    for (; !weights.done(p); weights.step(p, rank), place.step()) {
+        barrier_wait(base + BARRIERS_AT + SLOT_FULL(place.slot) + 8, place.turn);
+        copy_weight(maps, weights, base, place.slot);
+        copy_x(p, weights, base, place.slot);
+    }
+}
+
+// ---- side warps
+
+#if SCALE_SIDE
+// Decode the scales of a stage, each lane some rows, with those of the next on their way.
+DEVICE void bring_scales(const Scales& scales, const Problem& p, u32 base, int tile, int rank) {
+    constexpr int lanes = 32 * SIDE_WARPS, rows = ROWS / lanes;
+    const int lane = this_thread() - CONSUMERS - 32, blocks = p.k / BLOCK;
+    const float offset = SCALE_KIND == 1 ? __ldg(scales.offset) : 0.f;
+    const u32 map256 = base + MAP256_AT;
+    RawScales raw[rows];
+    Walk walk(p, tile, rank);
+    Place place = {0, 1};
+    auto load = [&] {
+#pragma unroll
+        for (int r = 0; r < rows; ++r) {
+            const int row = walk.tile * ROWS + lanes * r + lane;
+            if (scales.aligned && row < p.n) load_scales(scales, (long long)row * blocks + walk.unit() * SUBS, raw[r]);
+        }
+    };
+    if (!walk.done(p)) load();
+    while (!walk.done(p)) {
+        const u32 full = base + BARRIERS_AT + SLOT_FULL(place.slot), to = base + SCALES_AT + place.slot * SCALE_BYTES;
+        barrier_wait(full + 8, place.turn);
+#pragma unroll
+        for (int r = 0; r < rows; ++r) {
+            const int row = lanes * r + lane;
+#pragma unroll
+            for (int c = 0; c < SUBS; ++c) {
+                float scale[4];
+                if (scales.aligned)
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) scale[j] = walk.tile * ROWS + row < p.n ? scale_of(raw[r], 4 * c + j, offset, map256) : 0.f;
+                else
+                    read_scales(scales, p, walk.tile * ROWS + row, walk.unit() * SUBS + 4 * c, offset, map256, scale);
+                sts128(to + scale_chunk(row, c), __float_as_uint(scale[0]), __float_as_uint(scale[1]), __float_as_uint(scale[2]), __float_as_uint(scale[3]));
+            }
+        }
+        __syncwarp();
+        if ((lane & 31) == 0) barrier_arrive(full);
+        walk.step(p, rank), place.step();
+        if (!walk.done(p)) load();
+    }
+}
+#endif
+
+// ---- the multiplying warpgroups
+
+// A warpgroup's products of its units of a stage, added to their chains.
+struct Multiplier {
+    u32 codes, scales, unscale, bank;    // addresses of this thread, from which a slot's are counted
+    u32 x;
+    int unit0;
+
+    METHOD Multiplier(u32 base, int row_group, int unit_group, int thread) : unit0(unit_group * UNITS) {
+        const int warp = thread >> 5 & 3, lane = thread & 31, q = lane & 3, row = 64 * row_group + 16 * warp + row_of(lane >> 2);
+        codes = base + CODES_AT + row * 128 + (BLOCK == 64 ? (q & 1) * 8 : q * 4) + (((BLOCK == 64 ? q >> 1 : 0) ^ row & 7) << 4);
+        scales = base + SCALES_AT + row * SCALE_PITCH;
+        unscale = base + UNSCALE_AT + q * 8;
+        x = base + X_AT;
+        bank = base - TABLE_AT + lane * 4;
+    }
+
+    METHOD void unit(u32 slot, int u, float (&chain)[HALVES][WIDTH / 2]) const {
+        u32 word[2][2], a[4][4], scale[SUBS][2];
+        load_codes((codes ^ (2 * (unit0 + u)) << 4) + slot * CODE_BYTES, word);
+#pragma unroll
+        for (int step = 0; step < 4; ++step) decode<TABLE_AT>(word, step, bank, a[step]);
+        const u32 row = lane_row();
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+#pragma unroll
+            for (int b = 0; b < SUBS; ++b) {
+                const int block = (unit0 + u) * SUBS + b;
+                scale[b][h] = lds32(scales + slot * SCALE_BYTES + h * 8 * SCALE_PITCH + (scale_chunk(row, block >> 2) - row * SCALE_PITCH) + (block & 3) * 4);
+            }
+#pragma unroll
+        for (int half = 0; half < HALVES; ++half) {
+            const u64 b = descriptor(x + slot * X_SLOT + ((unit0 + u) * COLUMNS + half * WIDTH) * 128);
+            const u32 undo = unscale + slot * UNSCALE_BYTES + ((unit0 + u) * COLUMNS + half * WIDTH) * 4;
+#pragma unroll
+            for (int sub = 0; sub < SUBS; ++sub) {
+                float sum[WIDTH / 2];
+                wgmma_fence();
+#pragma unroll
+                for (int step = 0; step < 4 / SUBS; ++step) wgmma(sum, a[sub * 2 + step], b + 2 * (sub * 2 + step), step > 0);
+                wgmma_commit();
+                wgmma_wait<0>();
+#pragma unroll
+                for (int j = 0; j < WIDTH / 8; ++j) {
+                    u32 back[2] = {0x3F800000u, 0x3F800000u};
+                    if (X_TYPE == 1) lds64(undo + 32 * j, back[0], back[1]);
+#pragma unroll
+                    for (int c = 0; c < 4; ++c) {
+                        const float factor = X_TYPE == 1 ? __uint_as_float(scale[sub][c >> 1]) * __uint_as_float(back[c & 1]) : __uint_as_float(scale[sub][c >> 1]);
+                        chain[half][4 * j + c] = fmaf(sum[4 * j + c], factor, chain[half][4 * j + c]);
+                    }
+                }
+            }
+        }
+    }
+
+    static METHOD u32 lane_row() { return row_of(this_thread() >> 2 & 7); }    // in 8 rows, which is all that swizzling looks at
+};
+
+// Where a sum of a tile is in shared memory: a thread's own lie 128 floats apart.
+DEVICE u32 sum_at(u32 base, int row_group, int i, int thread) { return base + ((row_group * (COLUMNS / 2) + i) * 128 + (thread & 127)) * 4; }
+
+// Adds a piece's four chains, which lie with UNIT_GROUPS warpgroups; the last of these puts the sum into its entry.
+DEVICE void add_chains(u32 base, int row_group, int unit_group, int thread, int piece, bool first, const float (&chain)[UNITS][HALVES][WIDTH / 2]) {
+    constexpr int each = COLUMNS / 2, threads = 128 * UNIT_GROUPS;
+    const bool last = unit_group == UNIT_GROUPS - 1;
+    auto mine = [&](int i) {
+        float sum = chain[0][i / (WIDTH / 2)][i % (WIDTH / 2)];
+#pragma unroll
+        for (int u = 1; u < UNITS; ++u) sum += chain[u][i / (WIDTH / 2)][i % (WIDTH / 2)];
+        return sum;
+    };
+    if (!last) {
+        if (!first) threads_sync(TAKEN(row_group), threads);
+#pragma unroll
+        for (int i = 0; i < each; ++i) sts32(sum_at(base + PASSED_AT + unit_group * SUM_BYTES, row_group, i, thread), __float_as_uint(mine(i)));
+        threads_arrive(PASSED(row_group), threads);
+        return;
+    }
+    if (UNIT_GROUPS > 1) threads_sync(PASSED(row_group), threads);
+    const u32 entries = base + ENTRIES_AT + (PIECES <= 2 ? piece : piece / 4) * SUM_BYTES;
+    const bool adds = PIECES > 2 && piece % 4 > 0;
+#pragma unroll
+    for (int i = 0; i < each; ++i) {
+        float sum;
+        if (UNIT_GROUPS == 1) {
+            sum = mine(i);
+        } else {
+            sum = __uint_as_float(lds32(sum_at(base + PASSED_AT, row_group, i, thread)));
+#pragma unroll
+            for (int g = 1; g < UNIT_GROUPS - 1; ++g) sum += __uint_as_float(lds32(sum_at(base + PASSED_AT + g * SUM_BYTES, row_group, i, thread)));
+#pragma unroll
+            for (int u = 0; u < UNITS; ++u) sum += chain[u][i / (WIDTH / 2)][i % (WIDTH / 2)];
+        }
+        const u32 at = sum_at(entries, row_group, i, thread);
+        if (adds) sum = __uint_as_float(lds32(at)) + sum;
+        sts32(at, __float_as_uint(sum));
+    }
+    if (UNIT_GROUPS > 1) threads_arrive(TAKEN(row_group), threads);
+}
+
+DEVICE float sum_of(u32 base, int block, int entry, u32 offset) {
+    const u32 at = base + ENTRIES_AT + entry * SUM_BYTES + offset;
+    float value;
+#if CLUSTER > 1
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(at_rank(at, block)) : "memory");
+#else
+    value = __uint_as_float(lds32(at));
+#endif
+    return value;
+}
+
+// Adds the sums of all pieces of K, which lie with the cluster's blocks, and writes a block's share of a tile's outputs.
+DEVICE void finish(const Problem& p, u32 base, int tile, int rank, int thread, float inverse) {
+    constexpr int outputs = ROWS * COLUMNS / CLUSTER, each = CLUSTER * ENTRIES / RANKS;
+#pragma unroll 1
+    for (int i = rank * outputs + thread; i < (rank + 1) * outputs; i += CONSUMERS) {
+        const int row = i % ROWS, column = i / ROWS, n = tile * ROWS + row;
+        if (n >= p.n || column >= p.m) continue;
+        const int in8 = row & 7, g = in8 & 1 ? (in8 + 7) / 2 : in8 / 2;    // row_of(g) == in8
+        const int lane_of = (row >> 4 & 3) * 32 + g * 4 + (column >> 1 & 3), index = column / 8 * 4 + (row >> 3 & 1) * 2 + (column & 1);
+        const u32 offset = sum_at(0, row / 64, index, lane_of);
+        float total = 0.f;
+#pragma unroll
+        for (int s = 0; s < RANKS; ++s) {
+            float of_rank = 0.f;
+#pragma unroll
+            for (int e = 0; e < each; ++e) of_rank += sum_of(base, (s * each + e) / ENTRIES, (s * each + e) % ENTRIES, offset);
+            total = s == 0 ? of_rank : total + of_rank;
+        }
+        store(p, column, n, total, inverse);
+    }
+}
+
+DEVICE void multiply(const Problem& p, u32 base, int tile, int rank, float inverse) {
+    const int thread = this_thread(), group = thread >> 7, row_group = group / UNIT_GROUPS, unit_group = group % UNIT_GROUPS;
+    const Multiplier multiplier(base, row_group, unit_group, thread);
+    Place place = {0, 0};
+    bool first = true;
+    for (u32 turn = 0; tile * ROWS < p.n; tile += gridDim.x / CLUSTER, turn ^= 1) {
+#pragma unroll 1
+        for (int piece = 0; piece < PIECES; ++piece) {
+            float chain[UNITS][HALVES][WIDTH / 2] = {};
+#pragma unroll 1
+            for (int left = piece_of(p, rank, piece).stages; left > 0; --left, place.step()) {
+                const u32 full = base + BARRIERS_AT + SLOT_FULL(place.slot);
+                barrier_wait(full, place.turn);
+#pragma unroll
+                for (int u = 0; u < UNITS; ++u) multiplier.unit(place.slot, u, chain[u]);
+                if ((thread & 31) == 0) barrier_arrive(full + 8);
+            }
+#if CLUSTER > 1
+            if (!first && piece == 0) cluster_barrier_wait(base + BARRIERS_AT + SUMS_FULL + 8, turn ^ 1);
+#endif
+            add_chains(base, row_group, unit_group, thread, piece, first, chain);
+            first = false;
+        }
+        threads_sync(1, CONSUMERS);
+#if CLUSTER > 1
+        if (thread < CLUSTER) remote_arrive(at_rank(base + BARRIERS_AT + SUMS_FULL, thread));
+        cluster_barrier_wait(base + BARRIERS_AT + SUMS_FULL, turn);
+#endif
+        finish(p, base, tile, rank, thread, inverse);
+        threads_sync(1, CONSUMERS);
+#if CLUSTER > 1
+        if (thread < CLUSTER) remote_arrive(at_rank(base + BARRIERS_AT + SUMS_FULL + 8, thread));
+        if ((tile + gridDim.x / CLUSTER) * ROWS >= p.n) cluster_barrier_wait(base + BARRIERS_AT + SUMS_FULL + 8, turn);    // others read here
+#endif
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+#if CLUSTER > 1
+__cluster_dims__(CLUSTER, 1, 1)
+#endif
+codebook_wgmma(const __grid_constant__ Maps maps, const __grid_constant__ Codebook codebook, const __grid_constant__ Scales scales, const __grid_constant__ Problem p) {
+    extern __shared__ __align__(1024) u8 shared[];
+    if ((shared_address(shared) & 0xFFFFFFu) != TABLE_AT) __trap();    // no device known puts a block's shared memory elsewhere
+    const u32 base = CLUSTER == 1 ? TABLE_AT : shared_address(shared);    // in a cluster its high bits tell the block
+    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, rank = blockIdx.x % CLUSTER, tile = blockIdx.x / CLUSTER;
+    next_kernel_may_start();
+    if (thread == CONSUMERS) {
+        const u32 barriers = base + BARRIERS_AT;
+        expect_map(&maps.codes);
+        for (int slot = 0; slot < STAGES; ++slot) {
+            barrier_init(barriers + SLOT_FULL(slot), 1 + SCALE_SIDE * SIDE_WARPS);
+            barrier_init(barriers + SLOT_FULL(slot) + 8, WARPS);
+        }
+        barrier_init(barriers + SUMS_FULL, CLUSTER);
+        barrier_init(barriers + SUMS_FULL + 8, CLUSTER);
+        barriers_visible();
+    }
+    constexpr int builders = WARPS >= 16 ? 16 : WARPS >= 8 ? 8 : 4;
+    if (warp < builders) build_table<builders>(codebook, base, warp, lane);
+#if SCALE_KIND == 1
+    for (int i = thread; i < 256; i += THREADS) sts32(base + MAP256_AT + 4 * i, __float_as_uint(__ldg(scales.map + i)));
+#endif
+    __syncthreads();
+    cluster_arrive();
+    cluster_wait();
+    if (warp >= WARPS) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+        if (warp == WARPS) {
+            if (elected()) copy_all(maps, p, base, tile, rank);
+        }
+#if SCALE_SIDE
+        else if (warp <= WARPS + SIDE_WARPS)
+            bring_scales(scales, p, base, tile, rank);
+#endif
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
+        multiply(p, base, tile, rank, codebook.inverse);
+    }
+}
