@@ -319,6 +319,24 @@ def _copy(tensor: Any) -> Any:
     return codes.clone(), bnb.QuantState.from_dict({key: value.clone() for key, value in parts.items()}, device="cpu")
 
 
+def test_nested_scales_keep_their_offset_in_fp32(loaders: Any) -> None:
+    """vLLM loads under the model's dtype as torch's default, and bitsandbytes makes the offset a tensor of that."""
+    codes, state = quantised(64, 512, nested=True)
+
+    def read() -> tuple[Tensor, Any]:
+        return codes, bnb.QuantState.from_dict(state.as_dict(packed=True), device="cpu")
+
+    loader = loader_of(loaders, {"w": read})
+    model = nn.Module()
+    loader._verify_model_compatibility(model, config_of(model, load_in_4bit=True))
+    states: dict[str, Any] = {}
+    with vllm_loader.default_dtype(BF16):
+        assert read()[1].offset.dtype == BF16  # what it is about
+        ((_, tensor),) = loader._quantized_4bit_generator([], True, states)
+        assert torch.get_default_dtype() == BF16
+    assert torch.equal(packed_of(tensor, states["w"]).dequantize(), packed_of(codes, state).dequantize())
+
+
 def test_a_split_that_is_illegal_names_layer_k_ranks_and_blocksize(monkeypatch: pytest.MonkeyPatch) -> None:
     loaders = vllm_stub.stub(monkeypatch, 2)
     model = model_of(down_proj=vllm_stub.RowParallelLinear(1, 2))

@@ -59,7 +59,8 @@ class LoadConfig:
 
 
 class BitsAndBytesModelLoader:
-    """Reads nothing: `tensors` are {name: (codes, QuantState)} or {name: tensor}, in the order of a file."""
+    """Reads nothing: `tensors` are {name: (codes, QuantState)} or {name: tensor}, in the order of a file, or functions
+    that return these when they are read."""
 
     def __init__(self, load_config: LoadConfig) -> None:
         self.pre_quant = False
@@ -81,6 +82,8 @@ class BitsAndBytesModelLoader:
         self, files: Any, use_safetensors: bool, states: dict[str, Any]
     ) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self.tensors.items():
+            if callable(tensor):
+                tensor = tensor()
             if isinstance(tensor, tuple):
                 tensor, states[name] = tensor
             yield name, tensor
@@ -94,7 +97,7 @@ def parameter(shards: list[tuple[Tensor, Any]]) -> nn.Parameter:
     """A merged layer's parameter as vLLM leaves it: codes in a row, a QuantState for each shard, offsets in bytes."""
     weight = nn.Parameter(torch.cat([codes.view(-1, 1) for codes, _ in shards]), requires_grad=False)
     ends = torch.tensor([0] + [math.prod(state.shape) // 2 for _, state in shards]).cumsum(0)
-    weight.bnb_quant_state = dict(enumerate(state for _, state in shards))
+    weight.bnb_quant_state = {i: shards[i][1] for i in reversed(range(len(shards)))}  # in no order: that of a file
     weight.bnb_shard_offsets = ends
     return weight
 
@@ -104,7 +107,8 @@ def _apply(x: Tensor, weight: Tensor, offsets: Tensor, out: Tensor) -> None:
     from bitsandbytes import matmul_4bit
 
     start = 0
-    for i, state in weight.bnb_quant_state.items():
+    for i in range(len(weight.bnb_quant_state)):
+        state = weight.bnb_quant_state[i]
         stop = start + state.shape[0]
         out[:, start:stop] = matmul_4bit(x, weight[offsets[i] : offsets[i + 1]].t(), state)
         start = stop

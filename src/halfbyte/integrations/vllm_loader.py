@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,13 +109,31 @@ class Loading:
     def _quantized_4bit_generator(self, *args: Any) -> Iterator[tuple[str, Tensor]]:
         """As vLLM's: (name in the file, codes), having put the weight's QuantState in the last argument.
 
-        Both are this rank's share.
+        Both are this rank's share. Nested offsets stay in fp32: vLLM loads under the model's dtype as torch's default,
+        and bitsandbytes would round them to that.
         """
         states: dict[str, Any] = args[-1]
-        for name, tensor in super()._quantized_4bit_generator(*args):  # type: ignore[misc]
+        items = super()._quantized_4bit_generator(*args)  # type: ignore[misc]
+        while True:
+            with default_dtype(torch.float32):
+                item = next(items, None)
+            if item is None:
+                return
+            name, tensor = item
             latest = next(reversed(states), "")  # this weight's, or an earlier one's, whose cut is used up
             cut = self._cuts.pop(latest.removesuffix(".weight"), None)
             yield name, tensor if cut is None else share(cut, tensor, states[latest], latest)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """torch's default dtype, for a block."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def share(cut: Cut, codes: Tensor, state: Any, name: str) -> Tensor:
