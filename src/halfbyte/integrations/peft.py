@@ -112,7 +112,7 @@ def _linear4bit() -> type | tuple[()]:
 
 def _count_other(module: nn.Module, args: Any) -> None:
     if not torch.compiler.is_compiling():
-        counts.passed(OPERATOR, f"{type(module).__name__} is no LoRA layer of PEFT's own")
+        counts.passed(OPERATOR, f"{type(module).__module__}.{type(module).__name__} is not folded")
 
 
 def _used(layer: Any, names: Sequence[str] | None) -> list[str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from ..formats import BlockFormat, PackedWeight
 from .launch import Launch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPE_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,20 @@ class Expand:
     index: Tensor | None
 
 
+Settings = tuple[tuple[str, int], ...]  # names and values of what tuning may choose of a kernel, in the names' order
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One way for a kernel to share out a problem's work, and the seconds a call is predicted to take so.
+
+    It changes no bit of a result: what decides the order of summation is no setting.
+    """
+
+    settings: Settings
+    seconds: float
+
+
 # x [M, K] with unit stride along K; the weight; bias [N] of x's dtype or fp32, or None; contiguous out [M, N]
 Run = Callable[[Tensor, PackedWeight, Tensor | None, Tensor], None]
 # as Run, with what adapters add before the one rounding
@@ -60,6 +76,8 @@ class Kernel:
     run: writes `out`; its inputs are already validated. describe: its configuration for a problem, in words. launch:
     for a CUDA kernel, the one launch with which `run` serves m rows of x at aligned addresses; None where it does not.
     run_adapters: `run` with adapters, where the kernel folds them in; rows without an adapter have the bits of `run`.
+    configurations: for a kernel that can be tuned, the legal ones for a problem, the best predicted first, which it
+    takes by itself. Such a kernel's run, describe, launch and run_adapters also take the keyword `settings`.
     """
 
     name: str
@@ -73,6 +91,18 @@ class Kernel:
     describe: Callable[[Problem], str] | None = None
     launch: Callable[[PackedWeight, torch.dtype, int], Launch | None] | None = field(default=None, repr=False)
     run_adapters: RunAdapters | None = field(default=None, repr=False)
+    configurations: Callable[[Problem], Sequence[Configuration]] | None = field(default=None, repr=False)
+
+    def configured(self, settings: Settings) -> Kernel:
+        """This kernel in one of its configurations. Raises ValueError for a kernel that has none to choose from."""
+        if self.configurations is None:
+            raise ValueError(f"kernel '{self.name}' has no configurations to choose from")
+        chosen: dict[str, Any] = {
+            name: partial(function, settings=settings)
+            for name in ("run", "describe", "launch", "run_adapters")
+            if (function := getattr(self, name)) is not None
+        }
+        return replace(self, **chosen)
 
 
 _KERNELS: dict[str, Kernel] = {}

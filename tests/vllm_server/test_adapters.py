@@ -1,0 +1,64 @@
+"""The OpenAI server on a prequantised checkpoint with two adapters."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from server import Completion, Server, served
+from vllm_model import ADAPTERS, LAYERS, MERGED, RANK, VOCABULARY, Answers
+
+NOISE = 0.05  # of a logprob: what bf16 activations leave of it
+EFFECT = 0.3  # what another adapter changes, at least
+
+
+@pytest.fixture(scope="module")
+def server(python: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    work = tmp_path_factory.mktemp("adapters")
+    metrics = work / "metrics"
+    metrics.mkdir()
+    modules = [f"{name}={model / name}" for name in ADAPTERS]
+    lora = ["--enable-lora", "--max-loras", "2", "--max-lora-rank", str(RANK), "--lora-modules", *modules]
+    with Server(python, model, work, *lora, PROMETHEUS_MULTIPROC_DIR=str(metrics)) as server:
+        server.wait()
+        yield server
+
+
+@pytest.fixture(scope="module")
+def completions(server: Server) -> list[Completion]:
+    """Base and adapters, four prompts each, at the same time."""
+    generator = random.Random(0)
+    prompts = [[generator.randrange(3, VOCABULARY) for _ in range(length)] for length in (3, 9, 17, 30)]
+    return server.complete_all([(name, prompt) for prompt in prompts for name in ("base", *ADAPTERS)])
+
+
+def test_answers_are_those_of_each_model(completions: list[Completion], answers: Answers) -> None:
+    """By float64's logprobs; the control is that the other models' are far away."""
+    for one in completions:
+        assert answers.distance(one.model, one.prompt, one.tokens, one.logprobs) < NOISE, one
+        for other in {"base", *ADAPTERS} - {one.model}:
+            assert answers.distance(other, one.prompt, one.tokens, one.logprobs) > EFFECT, (one, other)
+
+
+def test_every_multiply_was_ours(server: Server, completions: list[Completion]) -> None:
+    time.sleep(5)  # metrics follow within seconds
+    metrics = server.metrics()
+    assert not [name for name in metrics if "passed_on" in name]
+    assert all('operator="apply_bnb_4bit"' in name for name in metrics)
+    calls = sum(metrics.values())
+    assert calls % (LAYERS * MERGED) == 0  # every layer of every step
+    longest = max(len(one.tokens) for one in completions)
+    assert calls >= LAYERS * MERGED * longest
+    assert [name for name in metrics if 'rows="9-64"' in name], "no batch of several users, or prompt"
+
+
+def test_the_log_says_what_serves_and_what_was_served(server: Server, completions: list[Completion]) -> None:
+    """The last test of this server: it is stopped."""
+    counted = sum(server.metrics().values())
+    server.stop()
+    assert "halfbyte serves 2 × qkv_proj [512, 256] nf4-64, 3 shards in one launch: cpu_linear for M = 1" in server.log
+    assert "halfbyte serves 2 × gate_up_proj [1024, 256] nf4-64, 2 shards in one launch" in server.log
+    assert served(server.log) == (counted, 0)
