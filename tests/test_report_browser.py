@@ -248,6 +248,11 @@ class TestInChromium:
             [(4096 * 4096 * 9 / 16 + moved) / bandwidth, (4096 * 4096 * 2 + moved) / bandwidth]
         )
         assert "H200" in page.run("DATA.tile.memories[0].name")
+        bound = "document.getElementById('tile-bound').textContent"
+        assert "memory is the bound" in page.run(bound)
+        set_value(page, "tile-M", 8192)  # 2 · 8192 · 4096² FLOP at 989 TFLOP/s
+        assert "278 µs, a 16-bit one 278 µs: 1.00 times as long" in page.run(bound)
+        assert "that is the bound, not memory" in page.run(bound)
 
     def test_sizes_that_cannot_be_are_refused(self, page: Page) -> None:
         error = "document.getElementById('tile-error').textContent"

@@ -25,7 +25,7 @@ def report_command(
 ) -> None:
     """One HTML file, no network: results as plots, proofs, a nibble explorer, and one output tile step by step."""
     from .report import write_report
-    from .report.rows import default_files
+    from .report.rows import counted, default_files
 
     chosen = list(files) if files else default_files()
     if not as_json:
@@ -37,7 +37,8 @@ def report_command(
         print(json.dumps(asdict(summary) | {"path": str(out)}))
         return
     console.print(
-        f"{out}: {summary.figures} figures of {summary.rows} rows, {summary.proofs} proofs, {summary.bytes:,} bytes",
+        f"{out}: {counted(summary.figures, 'figure')}, {counted(summary.rows, 'row')}, "
+        f"{counted(summary.proofs, 'proof')}, {summary.bytes:,} bytes",
         highlight=False,
         soft_wrap=True,
     )

@@ -21,7 +21,7 @@ from ..rows import Environment
 from .explorer import explorer_data
 from .plots import bandwidth_groups, roofline_groups, time_groups
 from .proof import Proof, read_proof
-from .rows import Row, by, latest, of_suite, read_rows
+from .rows import Row, by, counted, latest, of_suite, read_rows
 from .tables import Table, other_suites, speedups
 from .tile import tile_data
 
@@ -122,7 +122,7 @@ def _environments(rows: Sequence[Row], proofs: Sequence[Proof]) -> Table:
     for key, mine in by(rows, *fields).items():
         days = sorted({row["date"][:10] for row in mine})
         files = ", ".join(sorted({row["file"] for row in mine}))
-        cells.append([*key, " to ".join(dict.fromkeys((days[0], days[-1]))), f"{len(mine)} rows of {files}"])
+        cells.append([*key, " to ".join(dict.fromkeys((days[0], days[-1]))), f"{counted(len(mine), 'row')} of {files}"])
     for proof in proofs:
         where = proof.environment
         cells.append([*(where[name] for name in fields), where["date"][:10], proof.name])

@@ -134,12 +134,15 @@ def by(rows: Iterable[Row], *fields: str) -> dict[tuple[Any, ...], list[Row]]:
     return groups
 
 
+def counted(number: int, thing: str) -> str:
+    """As in "1 row" and "2 rows"."""
+    return f"{number:,} {thing}" + ("" if number == 1 else "s")
+
+
 def provenance(rows: Sequence[Row]) -> str:
     """In words: commits, days and files that rows come from."""
     commits = ", ".join(dict.fromkeys(row["commit"] for row in sorted(rows, key=lambda row: row["date"])))
     days = sorted({row["date"][:10] for row in rows})
     span = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     files = ", ".join(sorted({row["file"] for row in rows if "file" in row}))
-    return f"{len(rows)} row{'s' if len(rows) > 1 else ''} of commit {commits}, {span}" + (
-        f"; {files}" if files else ""
-    )
+    return f"{counted(len(rows), 'row')} of commit {commits}, {span}" + (f"; {files}" if files else "")
