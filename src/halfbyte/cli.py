@@ -21,6 +21,7 @@ from .lab.drop_in_cli import bench_generate_command, verify_bitsandbytes_command
 from .lab.prove_cli import prove_command
 from .lab.report_cli import report_command
 from .lab.summary_cli import bench_summary_command
+from .lab.tune_cli import tune_command
 from .terminal import (
     DEFAULT_DEVICE,
     DeviceOption,
@@ -30,6 +31,7 @@ from .terminal import (
     notices,
     progress_bar,
 )
+from .tune import Entry
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -250,7 +252,8 @@ def explain(
     if as_json:
         others = [{"kernel": name, "reason": reason} for name, reason in result.others]
         summary = {"kernel": result.kernel.name, "configuration": configuration, "predicted_us": result.seconds * 1e6}
-        print(json.dumps({**summary, "others": others}))
+        tuned = result.tuned.record() if result.tuned else None
+        print(json.dumps({**summary, "tuned": tuned, "others": others}))
         return
     console.print(
         f"{result.kernel.name}: {result.kernel.about}\n"
@@ -259,8 +262,18 @@ def explain(
     )
     if configuration:
         console.print(f"  {configuration}", highlight=False)
+    if result.kernel.configurations:
+        console.print(f"  {origin(result.tuned, arch)}", highlight=False)
     for name, reason in result.others:
         console.print(f"  not {name}: {reason}", highlight=False)
+
+
+def origin(tuned: Entry | None, arch: str) -> str:
+    """Whether a kernel's configuration was measured or predicted, in words."""
+    if tuned is None:
+        return f"configuration predicted: the table of {arch} holds no measured one for this shape and M"
+    ahead = "" if tuned.margin is None else f", {100 * tuned.margin:.1f} % ahead of the next of {tuned.measured}"
+    return f"configuration tuned on {tuned.device}, {tuned.date[:10]}: {tuned.us:,.1f} µs at M={tuned.M}{ahead}"
 
 
 @app.command()
@@ -290,4 +303,5 @@ def demo(
 
 app.command("prove")(prove_command)
 app.command("plan")(plan_command)
+app.command("tune")(tune_command)
 app.command("report")(report_command)

@@ -6,21 +6,30 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from .kernels import Kernel, Problem, kernels
+from .tune import Entry, entry_for
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A problem's kernel, its predicted seconds, and why the others were not taken."""
+    """A problem's kernel, its predicted seconds, and why the others were not taken.
+
+    tuned: what was measured of the kernel's configuration, where that is in a table; else the kernel takes the best
+    predicted.
+    """
 
     problem: Problem
     kernel: Kernel
     seconds: float
     others: tuple[tuple[str, str], ...]
+    tuned: Entry | None = None
 
 
 @lru_cache(maxsize=4096)
 def plan(problem: Problem) -> Plan:
-    """The supported kernel with the least predicted cost."""
+    """The supported kernel with the least predicted cost, in its tuned configuration where it has one.
+
+    Tuning chooses among one kernel's configurations and never between kernels, so it changes no bit of a result.
+    """
     candidates: list[tuple[float, Kernel]] = []
     others: list[tuple[str, str]] = []
     for kernel in kernels():
@@ -32,4 +41,5 @@ def plan(problem: Problem) -> Plan:
     candidates.sort(key=lambda candidate: candidate[0])
     seconds, chosen = candidates[0]  # the fallback serves everything
     others += [(kernel.name, f"predicted {cost * 1e6:.0f} µs") for cost, kernel in candidates[1:]]
-    return Plan(problem, chosen, seconds, tuple(others))
+    tuned = entry_for(problem, chosen)
+    return Plan(problem, chosen if tuned is None else chosen.configured(tuned.settings), seconds, tuple(others), tuned)

@@ -40,7 +40,7 @@ def bench_linear_command(
     from .linear import bench_linear
     from .rows import append
 
-    chosen = _prepared(dtype, device, threads)
+    chosen = prepared(dtype, device, threads)
     measured = bench_linear(
         parse_shapes(shapes), parse_numbers("--M", m), formats.split(","), dtype, chosen, peers, seconds,
         cold=not warm, on_missing=_missing, on_failure=_failed,
@@ -70,7 +70,7 @@ def bench_layer_command(
     from .layer import MULTIPLIES, bench_layer, model_of
     from .rows import append
 
-    chosen = _prepared(dtype, device, threads)
+    chosen = prepared(dtype, device, threads)
     models = [model_of(name) for name in model or ("mistral-24b",)]
     ms, keys = parse_numbers("--M", m), formats.split(",")
     rows = []
@@ -86,7 +86,7 @@ def bench_layer_command(
     _show(rows)
 
 
-def _prepared(dtype: str, device: str, threads: int | None) -> torch.device:
+def prepared(dtype: str, device: str, threads: int | None = None) -> torch.device:
     """The device to measure on. Raises ValueError for a dtype or device that is not there."""
     from .linear import DTYPE_NAMES
 
@@ -175,7 +175,7 @@ def bench_overhead_command(
     from .overhead import SHAPE, bench_overhead
     from .rows import append
 
-    chosen = _prepared(dtype, device, threads)
+    chosen = prepared(dtype, device, threads)
     what = "to enqueue a call" if chosen.type == "cuda" else "a whole call"
     table = Table("kernel", "format", "µs of the host", "p20..p80", title_justify="left")
     with notices.status("measuring"):

@@ -14,13 +14,13 @@ from ..device import arch_of, cache_bytes
 from ..formats import PackedWeight, quantize
 from ..kernels import Kernel, Problem
 from ..kernels.cpu import library
+from ..kernels.registry import DTYPE_NAMES as DTYPE_NAMES
 from ..ops import linear
 from ..plan import plan
 from .measure import CALL, copies_needed, interleave, read_ceiling, reraise
 from .peers import Layer, Peer, clone, dequantising, peers
 from .rows import Environment, Row
 
-DTYPE_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 OURS = "halfbyte"  # a candidate's name; a row's says which kernel
 OnFailure = Callable[[str, Exception], None]  # a peer's name, and what it raised
 
