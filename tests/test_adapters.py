@@ -542,7 +542,7 @@ def test_errors_say_what_was_wrong():
     raises(ValueError, "shrunk must have shape", x, weight, None, adapter, shrunk=torch.zeros(4, 3))
     raises(ValueError, "A is on meta but x is on cpu", x, weight, None, Adapter(adapter.a.to("meta"), adapter.b))
     raises(TypeError, "bias must be", x, weight, torch.zeros(N, dtype=torch.float16), adapter)
-    raises(ValueError, "128 columns|shape .'any', 64.", x[:, :64], weight, None, adapter)
+    raises(ValueError, r"A must have shape \[any, 64\]", x[:, :64], weight, None, adapter)
     if LOADED is not None:
         wrong = torch.tensor([0, 5, -1, 0])
         raises(

@@ -48,15 +48,24 @@ def _check_tensor(
     name: str, tensor: Tensor, shape: Sequence[int | None], dtypes: Sequence[torch.dtype], x: Tensor
 ) -> None:
     """Raise unless `tensor` has the shape (None for any size), one of the dtypes, is contiguous and where x is."""
+    found = tensor.shape
+    if (
+        tensor.dtype in dtypes
+        and tensor.device == x.device
+        and tensor.is_contiguous()
+        and len(found) == len(shape)
+        and (shape[0] is None or found[0] == shape[0])
+        and (shape[-1] is None or found[-1] == shape[-1])
+    ):
+        return
     if tensor.dtype not in dtypes:
         raise TypeError(f"{NAME}: {name} must be {' or '.join(map(str, dtypes))}, got {tensor.dtype}; cast it")
-    if tensor.dim() != len(shape) or any(b not in (None, a) for a, b in zip(tensor.shape, shape, strict=True)):
-        wanted = [size if size is not None else "any" for size in shape]
-        raise ValueError(f"{NAME}: {name} must have shape {wanted}, got {list(tensor.shape)}")
     if tensor.device != x.device:
         raise ValueError(f"{NAME}: {name} is on {tensor.device} but x is on {x.device}; move one of them")
     if not tensor.is_contiguous():
         raise ValueError(f"{NAME}: {name} is not contiguous (strides {tensor.stride()}); call .contiguous() on it")
+    wanted = ", ".join("any" if size is None else str(size) for size in shape)
+    raise ValueError(f"{NAME}: {name} must have shape [{wanted}], got {list(found)}")
 
 
 def _check_shrink(x: Tensor, a: Tensor, spans: Tensor, index: Tensor | None, m: int) -> None:
