@@ -78,9 +78,10 @@ def use(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "arch_of", lambda device: "sm_90a")
     monkeypatch.setattr(ops, "_weights", ops.Memo())
     monkeypatch.setattr(codebook_mma, "reason_against", lambda problem: None)
-    monkeypatch.setattr(codebook_mma, "_device", lambda index: ("sm_90a", 132))
+    monkeypatch.setattr(codebook_mma, "device_of", lambda index: ("sm_90a", 132))
     monkeypatch.setattr(codebook_mma, "tensor_map", lambda *arguments: codebook_mma.TensorMap())
     monkeypatch.setattr(nvrtc, "load", lambda stem, arch, macros, *rest: 1 + macros["X_TYPE"])
+    monkeypatch.setattr(nvrtc, "function", lambda kernel: kernel)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: gpu.stream, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.capturing)
     known = codebook_mma._arguments
@@ -96,7 +97,7 @@ def use(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def connect(monkeypatch: pytest.MonkeyPatch) -> Any | None:
     """The shortcut, on the pretended driver, and where ops looks for it; None where it was not built."""
-    module = shortcut.connect(ops.linear_on_tensors)
+    module = shortcut.connect(ops.linear_on_tensors, "cpu")
     if module is not None:
         monkeypatch.setattr(ops, "_shortcut", module)
         monkeypatch.setattr(ops, "_linear", module.linear)

@@ -4,7 +4,13 @@ from typing import Any
 from torch import Tensor
 
 def connect(
-    exchange: object, linear: Callable[..., Tensor], launch: int, context_device: int, is_capturing: int, /
+    exchange: object,
+    linear: Callable[..., Tensor],
+    empty_strided: Callable[..., Tensor],
+    launch: int,
+    context_device: int,
+    is_capturing: int,
+    /,
 ) -> None: ...
 def weight(views: tuple[Tensor, ...], format: str, n: int, k: int, /) -> object: ...
 def publish(weight: object, /) -> None: ...

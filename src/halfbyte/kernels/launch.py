@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..formats import PackedWeight
+from . import nvrtc
 
 LAUNCHES = 4096  # kept for weights that are made anew for each call; the least used go first
 EARLY_START = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -94,7 +95,9 @@ class Launch:
         config.attributes = ctypes.addressof(self._attribute) if early else None
         offsets = (getattr(type(self._call), name).offset for name in CALL_FIELDS)
         pointers, count = ctypes.addressof(self._pointers), len(arguments)
-        self.record = Record(config, int(kernel), pointers, count, ctypes.sizeof(self._call), alignment, *offsets)
+        self.record = Record(
+            config, nvrtc.function(kernel), pointers, count, ctypes.sizeof(self._call), alignment, *offsets
+        )
         self._early = early
 
     def __call__(self, x: Tensor, bias: Tensor | None, out: Tensor, stream: int, early: bool = False) -> None:

@@ -98,6 +98,13 @@ def load(
         return _kernels.setdefault(key, kernel)
 
 
+def function(kernel: Any) -> int:
+    """A loaded kernel in the current context: launching that spares the driver a look-up at each launch."""
+    from cuda.bindings import driver
+
+    return int(check(driver.cuKernelGetFunction(kernel)))
+
+
 def check(result: tuple[Any, ...]) -> Any:
     """The value of a CUDA binding's result. Raises RuntimeError with the error's name where it failed."""
     if int(result[0]) != 0:

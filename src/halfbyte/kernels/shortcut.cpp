@@ -80,6 +80,7 @@ struct Call {
   int64_t m;
   const Launch* launch;
   PyObject* owner;  // keeps `launch`, and raises for it
+  PyObject* torch_dtype;
   int64_t* counter;
 };
 
@@ -105,11 +106,11 @@ constexpr const char* CAPSULE = "halfbyte.weight";
 auto& published = *new std::unordered_map<void*, Weight*>;
 
 const DLExchange* exchange = nullptr;
-PyObject* in_python = nullptr;
+PyObject *in_python = nullptr, *allocate = nullptr;
 LaunchKernel launch_kernel = nullptr;
 ContextDevice context_device = nullptr;
 StreamIsCapturing stream_is_capturing = nullptr;
-PyObject *name_version = nullptr, *name_new_empty = nullptr;
+PyObject* name_version = nullptr;
 
 bool read(PyObject* object, DLTensor* out) {
   if (exchange->read(object, out) != 0) {
@@ -118,6 +119,24 @@ bool read(PyObject* object, DLTensor* out) {
   }
   out->data = static_cast<char*>(out->data) + out->byte_offset;
   return out->strides != nullptr || out->ndim == 0;
+}
+
+// A new tensor of x's shape but n columns, on the current device; null with an exception set where there is no memory.
+PyObject* empty(const DLTensor& x, int64_t n, PyObject* torch_dtype) {
+  PyObject *sizes = PyTuple_New(x.ndim), *strides = PyTuple_New(x.ndim), *result = nullptr;
+  if (sizes != nullptr && strides != nullptr) {
+    int64_t stride = 1;
+    for (int i = x.ndim - 1; i >= 0; --i) {
+      const int64_t size = i == x.ndim - 1 ? n : x.shape[i];
+      PyTuple_SetItem(sizes, i, PyLong_FromLongLong(size));
+      PyTuple_SetItem(strides, i, PyLong_FromLongLong(stride));
+      stride *= size;
+    }
+    result = PyObject_CallFunctionObjArgs(allocate, sizes, strides, torch_dtype, nullptr);
+  }
+  Py_XDECREF(sizes);
+  Py_XDECREF(strides);
+  return result;
 }
 
 bool contiguous(const DLTensor& tensor) {
@@ -202,15 +221,12 @@ PyObject* multiply_known(Weight* weight, PyObject* x_object, PyObject* bias_obje
     return nullptr;
   }
 
-  PyObject* sizes = PyTuple_New(x.ndim);
-  if (sizes == nullptr) return nullptr;
-  for (int i = 0; i < x.ndim; ++i)
-    PyTuple_SetItem(sizes, i, PyLong_FromLongLong(i == x.ndim - 1 ? weight->n : x.shape[i]));
-  PyObject* result = PyObject_CallMethodObjArgs(x_object, name_new_empty, sizes, nullptr);
-  Py_DECREF(sizes);
-  if (result == nullptr) return nullptr;
-  if (!read(result, &out)) {
-    Py_DECREF(result);
+  PyObject* held = weight->capsule;  // or another thread could end the weight while the lock is let go
+  Py_INCREF(held);
+  PyObject* result = empty(x, weight->n, call.torch_dtype);
+  if (result == nullptr || !read(result, &out)) {
+    Py_XDECREF(result);
+    Py_DECREF(held);
     return nullptr;
   }
 
@@ -230,8 +246,6 @@ PyObject* multiply_known(Weight* weight, PyObject* x_object, PyObject* bias_obje
   config.stream = stream;
   config.count = config.attributes != nullptr && settled(weight, stream) ? 1 : 0;
 
-  PyObject* held = weight->capsule;  // or another thread could end the weight meanwhile
-  Py_INCREF(held);
   PyThreadState* state = PyEval_SaveThread();
   const int error = launch_kernel(&config, launch.function, parameters, nullptr);
   PyEval_RestoreThread(state);
@@ -256,7 +270,10 @@ void end_weight(PyObject* capsule) {
   if (place != published.end() && place->second == weight) published.erase(place);
   Py_DECREF(weight->views);
   Py_DECREF(weight->format);
-  for (const Call& call : weight->calls) Py_DECREF(call.owner);
+  for (const Call& call : weight->calls) {
+    Py_DECREF(call.owner);
+    Py_DECREF(call.torch_dtype);
+  }
   delete weight;
 }
 
@@ -266,9 +283,10 @@ PyObject* refuse_count(const char* name) {
 }
 
 PyObject* connect(PyObject*, PyObject* arguments) {
-  PyObject *capsule, *function;
+  PyObject *capsule, *function, *allocator;
   unsigned long long launch, device, capturing;
-  if (!PyArg_ParseTuple(arguments, "OOKKK", &capsule, &function, &launch, &device, &capturing)) return nullptr;
+  if (!PyArg_ParseTuple(arguments, "OOOKKK", &capsule, &function, &allocator, &launch, &device, &capturing))
+    return nullptr;
   auto* table = static_cast<const DLExchange*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
   if (table == nullptr) return nullptr;
   if (table->version.major != DLPACK_MAJOR || table->read == nullptr || table->current_stream == nullptr) {
@@ -279,6 +297,9 @@ PyObject* connect(PyObject*, PyObject* arguments) {
   Py_INCREF(function);
   Py_XDECREF(in_python);
   in_python = function;
+  Py_INCREF(allocator);
+  Py_XDECREF(allocate);
+  allocate = allocator;
   launch_kernel = reinterpret_cast<LaunchKernel>(launch);
   context_device = reinterpret_cast<ContextDevice>(device);
   stream_is_capturing = reinterpret_cast<StreamIsCapturing>(capturing);
@@ -332,8 +353,10 @@ PyObject* remember(PyObject*, PyObject* arguments) {
     PyErr_SetString(PyExc_ValueError, "remember: x is no tensor, or the kernel takes too many arguments");
     return nullptr;
   }
+  PyObject* torch_dtype = PyObject_GetAttrString(x_object, "dtype");
+  if (torch_dtype == nullptr) return nullptr;
   Py_INCREF(owner);
-  weight->calls.push_back({x.dtype, m, known, owner, reinterpret_cast<int64_t*>(counter)});
+  weight->calls.push_back({x.dtype, m, known, owner, torch_dtype, reinterpret_cast<int64_t*>(counter)});
   Py_RETURN_NONE;
 }
 
@@ -380,7 +403,7 @@ PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t))
 }
 
 PyMethodDef methods[] = {
-    {"connect", connect, METH_VARARGS, "connect(exchange table, linear in Python, and three functions of the driver)"},
+    {"connect", connect, METH_VARARGS, "connect(exchange table, linear in Python, allocator, three functions of the driver)"},
     {"weight", make_weight, METH_VARARGS, "weight(views of its parts, format key, n, k): a handle"},
     {"publish", publish, METH_O, "publish(handle): let `linear` find it by the address of its codes"},
     {"remember", remember, METH_VARARGS, "remember(handle, x, m, address of a launch.Record, its owner, counter)"},
@@ -394,6 +417,5 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "_shortcut", nullptr, -1, methods, 
 
 PyMODINIT_FUNC PyInit__shortcut() {
   name_version = PyUnicode_InternFromString("_version");
-  name_new_empty = PyUnicode_InternFromString("new_empty");
   return PyModule_Create(&module);
 }
