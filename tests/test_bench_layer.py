@@ -166,9 +166,9 @@ def test_our_own_failure_ends_the_run(monkeypatch: pytest.MonkeyPatch, quick: No
 
 
 def test_a_failure_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    from halfbyte.lab.bench_cli import _failed
+    from halfbyte.lab.bench_cli import failed
 
-    _failed("humming 0.1.20", RuntimeError("[no] compiler\nlog " * 9))
+    failed("humming 0.1.20", RuntimeError("[no] compiler\nlog " * 9))
     assert capsys.readouterr().err.split("\n")[0].startswith("failed, left out: humming 0.1.20: RuntimeError: [no] com")
 
 

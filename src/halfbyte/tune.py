@@ -11,6 +11,7 @@ kernel than the planned one, or with settings that the kernel no longer has, is 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -27,7 +28,7 @@ SHIPPED = Path(__file__).parent / "tuned"
 FOLDER_VARIABLE = "HALFBYTE_TUNED"
 Key = tuple[str, str, int, int, int]  # format, dtype, M, N, K
 
-# Seconds a call of each kernel on a problem, measured in turn.
+# Seconds a call of each kernel on a problem, measured in turn; infinity for one that failed.
 Measure = Callable[[Problem, Sequence[Kernel]], Sequence[float]]
 
 
@@ -191,9 +192,9 @@ def tune(
 def search(
     problem: Problem, kernel: Kernel, configurations: Sequence[Configuration], measure: Measure, stamp: Stamp
 ) -> Entry:
-    """Measure configurations of a kernel, of which there is one at least: the fastest as an entry."""
+    """Measure configurations of a kernel, of which one works at least: the fastest as an entry."""
     times = measure(problem, [kernel.configured(each.settings) for each in configurations])
-    ranked = sorted(zip(times, range(len(times)), strict=True))
+    ranked = sorted((seconds, number) for number, seconds in enumerate(times) if math.isfinite(seconds))
     (seconds, best), second = ranked[0], ranked[1] if len(ranked) > 1 else None
     return Entry(
         *key_of(problem),

@@ -43,7 +43,7 @@ def bench_linear_command(
     chosen = prepared(dtype, device, threads)
     measured = bench_linear(
         parse_shapes(shapes), parse_numbers("--M", m), formats.split(","), dtype, chosen, peers, seconds,
-        cold=not warm, on_missing=_missing, on_failure=_failed,
+        cold=not warm, on_missing=_missing, on_failure=failed,
     )  # fmt: skip
     rows = []
     with notices.status("measuring"):
@@ -76,7 +76,7 @@ def bench_layer_command(
     rows = []
     with progress_bar() as bar:
         task = bar.add_task("measuring", total=len(models) * len(MULTIPLIES) * len(keys) * len(ms))
-        measured = bench_layer(models, ms, keys, dtype, chosen, peers, seconds, _missing, _failed)
+        measured = bench_layer(models, ms, keys, dtype, chosen, peers, seconds, _missing, failed)
         for each in measured:
             if out:
                 append(out, [each.record()])
@@ -105,7 +105,7 @@ def _missing(names: list[str]) -> None:
         notices.print(f"not installed, not measured: {', '.join(names)}", highlight=False)
 
 
-def _failed(name: str, error: Exception) -> None:
+def failed(name: str, error: Exception) -> None:
     first = next(iter(str(error).strip().splitlines()), "")
     notices.print(f"failed, left out: {name}: {type(error).__name__}: {first}", highlight=False, markup=False)
 

@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 
 from ..terminal import DEFAULT_DEVICE, DeviceOption, console, parse_numbers, parse_shapes, progress_bar
-from .bench_cli import DtypeOption, prepared
+from .bench_cli import DtypeOption, failed, prepared
 
 if TYPE_CHECKING:
     from ..kernels import Problem
@@ -29,7 +29,10 @@ def tune_command(
     most: Annotated[int, typer.Option(help="Configurations to measure, the best predicted first.", min=1)] = 12,
     again: Annotated[bool, typer.Option(help="Also measure what the table holds already.")] = False,
 ) -> None:  # fmt: skip
-    """Measure kernels' configurations on this GPU and keep the fastest, for the planner to use. Resumable."""
+    """Measure kernels' configurations on this GPU and keep the fastest, for the planner to use. Resumable.
+
+    Exit status 1 if a configuration failed or gave other bits; it is named and left out.
+    """
     from ..device import arch_of
     from ..tune import path_of
     from .layer import model_of
@@ -42,15 +45,22 @@ def tune_command(
         raise ValueError("halfbyte tune takes a model, or --shapes NxK,…")
     arch = arch_of(chosen)
     problems = problems_of(wanted, formats.split(","), parse_numbers("--M", m), dtype, arch)
-    results = []
+    results, failures = [], []
+
+    def on_failure(name: str, error: Exception) -> None:
+        failures.append(name)
+        failed(name, error)
+
     with progress_bar() as bar:
         task = bar.add_task("tuning", total=len(problems))
-        for problem, entry in tune_on(problems, chosen, seconds, most, again):
+        for problem, entry in tune_on(problems, chosen, seconds, most, again, on_failure):
             results.append((problem, entry))
             bar.update(task, advance=1, description=f"tuning {problem.n} × {problem.k}, M = {problem.m}")
     _show(results)
     if any(entry for _, entry in results):
         console.print(f"table: {path_of(arch)}", highlight=False, soft_wrap=True)
+    if failures:
+        raise SystemExit(1)
 
 
 def _show(results: list[tuple[Problem, Entry | None]]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import lru_cache
+from math import inf
 
 import torch
 from torch import Tensor
@@ -15,7 +17,8 @@ from ..kernels import Kernel, Problem, kernels
 from ..kernels.registry import DTYPE_NAMES
 from ..plan import plan
 from ..tune import Entry, Stamp, bucket, tune
-from .measure import CALL, copies_needed, interleave
+from .linear import OnFailure
+from .measure import CALL, copies_needed, interleave, reraise
 from .peers import clone
 from .rows import Environment
 
@@ -33,14 +36,22 @@ def problems_of(
 
 
 def tune_on(
-    problems: Sequence[Problem], device: torch.device, seconds_each: float, most: int, again: bool
+    problems: Sequence[Problem],
+    device: torch.device,
+    seconds_each: float,
+    most: int,
+    again: bool,
+    on_failure: OnFailure = reraise,
 ) -> Iterator[tuple[Problem, Entry | None]]:
-    """`halfbyte.tune.tune` of the planned kernels on a device. seconds_each: time spent on each configuration."""
+    """`halfbyte.tune.tune` of the planned kernels on a device. seconds_each: time spent on each configuration.
+
+    on_failure: told of a configuration that fails or gives other bits, by its kernel and words; it is then left out.
+    """
     environment = asdict(Environment.of(device))
     stamp = Stamp(**{name: environment[name] for name in Stamp.__dataclass_fields__})
 
     def measure(problem: Problem, configured: Sequence[Kernel]) -> list[float]:
-        return seconds_of(problem, configured, device, seconds_each)
+        return seconds_of(problem, configured, device, seconds_each, on_failure)
 
     yield from tune([(problem, _planned(problem)) for problem in problems], measure, stamp, most, again)
 
@@ -52,29 +63,43 @@ def _planned(problem: Problem) -> Kernel:
 
 
 def seconds_of(
-    problem: Problem, configured: Sequence[Kernel], device: torch.device, seconds_each: float
+    problem: Problem,
+    configured: Sequence[Kernel],
+    device: torch.device,
+    seconds_each: float,
+    on_failure: OnFailure = reraise,
 ) -> list[float]:
     """Seconds a call of each kernel on a problem, cold, in turn.
 
-    Raises ValueError where two of them give different bits: settings must not touch the order of summation.
+    One that raises, or whose bits are not the first one's (settings must not touch the order of summation), is handed
+    to `on_failure`, and counts as infinitely slow if that returns. A failure of the first is raised.
     """
     copies = _copies(replace(problem, m=1), device)
     x = torch.randn(problem.m, problem.k, device=device).to(problem.dtype)
     out = torch.empty(problem.m, problem.n, dtype=problem.dtype, device=device)
-    expected: Tensor | None = None
+    expected: list[Tensor] = []
+
+    def failed(name: str, error: Exception) -> None:
+        number, kernel = int(name), configured[int(name)]
+        if number == 0:
+            raise error
+        words = kernel.describe(problem) if kernel.describe else f"configuration {number}"
+        on_failure(f"{kernel.name}, {problem.n} × {problem.k}, M = {problem.m}: {words}", error)
+
     calls: dict[str, list[CALL]] = {}
     for number, kernel in enumerate(configured):
-        kernel.run(x, copies[0], None, out)
-        if expected is None:
-            expected = out.clone()
-        elif not torch.equal(out, expected):
-            words = kernel.describe(problem) if kernel.describe else f"configuration {number}"
-            raise ValueError(
-                f"{kernel.name} gives other bits in another configuration, which is a fault of it: {words}"
-            )
-        calls[str(number)] = [_call(kernel, x, weight, out) for weight in copies]
-    timings = interleave(calls, seconds_each * len(calls), device)
-    return [timings[str(number)].us / 1e6 for number in range(len(configured))]
+        try:
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                kernel.run(x, copies[0], None, out)
+            if not expected:
+                expected.append(out.clone())
+            elif not torch.equal(out, expected[0]):
+                raise ValueError("it gives other bits than the kernel's own choice, so it is a fault of the kernel")
+            calls[str(number)] = [_call(kernel, x, weight, out) for weight in copies]
+        except Exception as error:
+            failed(str(number), error)
+    timings = interleave(calls, seconds_each * len(calls), device, failed)
+    return [timings[name].us / 1e6 if name in timings else inf for name in map(str, range(len(configured)))]
 
 
 def _call(kernel: Kernel, x: Tensor, weight: PackedWeight, out: Tensor) -> CALL:
