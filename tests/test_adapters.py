@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -637,3 +639,11 @@ def test_merging_nothing_and_what_cannot_be_written():
         merge_exact(random_weight("gptq-32", N, K, generator), nothing)
     with pytest.raises(ValueError, match="A must be"):
         merge_exact(base(n=8), nothing)
+
+
+def test_what_the_docs_show_runs():
+    text = (Path(__file__).parents[1] / "docs" / "adapters.md").read_text()
+    examples = [each for each in re.findall(r"```python\n(.*?)```", text, re.S) if "PeftModel" not in each]
+    assert len(examples) == 3
+    for example in examples:
+        exec(example, {})
