@@ -20,6 +20,7 @@ from halfbyte.formats import PackedWeight
 from halfbyte.kernels import codebook_mma, launch, nvrtc, shortcut
 from halfbyte.kernels.launch import Launcher
 
+NAME = b"dlpack_exchange_api"  # of the capsule; kept, as the capsule does not copy it
 DTYPES = list(codebook_mma.X_TYPES)  # the pretended kernel for x of the i-th is i + 1
 
 
@@ -30,11 +31,18 @@ class PretendedGpu:
         self.weights: dict[tuple[int, int, int], PackedWeight] = {}  # by addresses of codes and scales, and N
         self.launches: list[SimpleNamespace] = []
         self.errors: list[int] = []
+        self.table: object = None
         self.current_device, self.stream, self.capturing = 0, 0, False
         pointer, integer = ctypes.c_void_p, ctypes.c_int
         self.cuLaunchKernelEx = ctypes.CFUNCTYPE(integer, pointer, pointer, pointer, pointer)(self._launch)
         self.cuCtxGetDevice = ctypes.CFUNCTYPE(integer, ctypes.POINTER(integer))(self._device)
         self.cuStreamIsCapturing = ctypes.CFUNCTYPE(integer, pointer, ctypes.POINTER(integer))(self._capturing)
+
+        self.current_stream = ctypes.CFUNCTYPE(integer, integer, integer, ctypes.POINTER(pointer))(self._stream)
+
+    def _stream(self, device_type: int, device: int, out: Any) -> int:
+        out[0] = self.stream
+        return 0
 
     def _launch(self, config: int, function: int, parameters: int, extra: int) -> int:
         if self.errors:
@@ -95,8 +103,32 @@ def use(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codebook_mma, "_arguments", arguments)
 
 
-def connect(monkeypatch: pytest.MonkeyPatch) -> Any | None:
+class _Exchange(ctypes.Structure):
+    """DLPackExchangeAPI."""
+
+    _fields_ = (
+        ("version", ctypes.c_uint32 * 2),
+        ("others", ctypes.c_void_p * 4),
+        ("read", ctypes.c_void_p),
+        ("current_stream", ctypes.c_void_p),
+    )
+
+
+def _exchange(gpu: PretendedGpu) -> tuple[object, _Exchange]:
+    """torch's exchange table with the streams of `gpu`, in a capsule; and what must live as long as that."""
+    python = ctypes.pythonapi
+    python.PyCapsule_GetPointer.restype, python.PyCapsule_New.restype = ctypes.c_void_p, ctypes.py_object
+    own = python.PyCapsule_GetPointer(ctypes.py_object(Tensor.__dlpack_c_exchange_api__), NAME)  # type: ignore[attr-defined]
+    table = _Exchange.from_buffer_copy(ctypes.string_at(own, ctypes.sizeof(_Exchange)))
+    table.current_stream = ctypes.cast(gpu.current_stream, ctypes.c_void_p).value
+    return python.PyCapsule_New(ctypes.c_void_p(ctypes.addressof(table)), ctypes.c_char_p(NAME), None), table
+
+
+def connect(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> Any | None:
     """The shortcut, on the pretended driver, and where ops looks for it; None where it was not built."""
+    if hasattr(Tensor, "__dlpack_c_exchange_api__"):
+        capsule, gpu.table = _exchange(gpu)
+        monkeypatch.setattr(Tensor, "__dlpack_c_exchange_api__", capsule)
     module = shortcut.connect(ops.linear_on_tensors, "cpu")
     if module is not None:
         monkeypatch.setattr(ops, "_shortcut", module)

@@ -47,7 +47,7 @@ def short(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shortc
         return long(*arguments)
 
     monkeypatch.setattr(ops, "linear_on_tensors", counted)
-    short = Shortcut(connect(monkeypatch))
+    short = Shortcut(connect(gpu, monkeypatch))
     if short.module is None:
         pytest.skip("not built or not possible here: halfbyte.kernels._shortcut")
     library = torch.library.Library("halfbyte", "IMPL")  # type: ignore[no-untyped-call]
@@ -127,6 +127,13 @@ def test_other_views_of_x_go_to_python(short: Shortcut, name: str) -> None:
     assert short.in_python == before + 2
 
 
+def test_a_strided_bias_and_a_bias_in_other_memory(short: Shortcut) -> None:
+    weight, x, wide = make(), rand(1, K), rand(2 * N)
+    for bias in (wide[:N], wide[N:], wide[::2], wide.float()[N:]):
+        for _ in range(2):
+            reference.assert_within_contract(call(x, weight, bias), reference.linear(x, weight, bias))
+
+
 def test_another_current_device_goes_to_python(short: Shortcut, gpu: PretendedGpu) -> None:
     weight, x = make(), rand(1, K)
     call(x, weight)
@@ -147,6 +154,11 @@ def test_errors_are_those_of_python(short: Shortcut, gpu: PretendedGpu) -> None:
         (ValueError, "'codes'.*shape", (x, [codes[:-1], absmax], None, "nf4-64", N, K)),
         (TypeError, "'codes'.*uint8", (x, [codes.view(torch.int8), absmax], None, "nf4-64", N, K)),
         (ValueError, "'codes'.*shape", (x, [codes.view(N, -1), absmax], None, "nf4-64", N, K)),
+        (
+            ValueError,
+            "'absmax'.*not contiguous",
+            (x, [codes, absmax.as_strided((N * K // 64,), (0,))], None, "nf4-64", N, K),
+        ),
         (ValueError, "2 parts", (x, [codes], None, "nf4-64", N, K)),
         (ValueError, "bias must have shape", (x, [codes, absmax], rand(N - 1), "nf4-64", N, K)),
         (TypeError, "bias must be", (x, [codes, absmax], rand(N, dtype=torch.float16), "nf4-64", N, K)),
@@ -221,6 +233,14 @@ def test_it_starts_early_only_where_the_weight_has_stayed_as_it_was(short: Short
     call(x, weight)
     call(x, weight)
     assert [launch.early for launch in gpu.launches[4:]] == [False, False, True]
+    gpu.stream = 8
+    call(x, weight)
+    call(x, weight)
+    assert [launch.early for launch in gpu.launches[7:]] == [False, True], "it may not have waited for what wrote it"
+    gpu.stream, gpu.capturing = 9, True
+    call(x, weight)
+    assert gpu.launches[9].early, "what writes it in a graph was captured, and would have been seen"
+    assert [launch.stream for launch in gpu.launches[6:]] == [0, 8, 8, 9]
     assert short.in_python == 1
 
 
