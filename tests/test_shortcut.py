@@ -159,6 +159,7 @@ def test_errors_are_those_of_python(short: Shortcut, gpu: PretendedGpu) -> None:
             "'absmax'.*not contiguous",
             (x, [codes, absmax.as_strided((N * K // 64,), (0,))], None, "nf4-64", N, K),
         ),
+        (ValueError, "'codes'.*shape", (x, [codes, absmax], None, "nf4-64", N - 1, K)),
         (ValueError, "2 parts", (x, [codes], None, "nf4-64", N, K)),
         (ValueError, "bias must have shape", (x, [codes, absmax], rand(N - 1), "nf4-64", N, K)),
         (TypeError, "bias must be", (x, [codes, absmax], rand(N, dtype=torch.float16), "nf4-64", N, K)),
