@@ -41,7 +41,7 @@ for name in "${steps[@]}"; do
             ${workers[@]+"${workers[@]}"} tests/gpu/test_contract.py tests/gpu/test_fuzz.py tests/gpu/test_execution.py
         ;;
     linear)
-        step linear 240 "$python" -m halfbyte bench linear --device cuda --shapes $shapes --M 1,2,4,8 \
+        step linear 300 "$python" -m halfbyte bench linear --device cuda --shapes $shapes --M 1,2,4,8 \
             --formats nf4,nf4-64-nested --peers --seconds 0.25 --out "$out/linear.jsonl"
         ;;
     layer)
