@@ -147,6 +147,24 @@ def test_many_rows(dtype):
     assert torch.equal(linear_with_adapters(x, weight, bias, listed, other)[index < 1], out[index < 1])
 
 
+@pytest.mark.skipif(LOADED is None, reason="no library of CPU kernels here")
+@pytest.mark.parametrize("isa", ISAS)
+def test_sums_within_a_row_do_not_overflow(isa, monkeypatch):
+    """x at the end of the range and an A whose halves cancel: fp32 sums of it would be infinity minus infinity."""
+    monkeypatch.setattr(type(LOADED), "isa", LOADED.isas[isa])
+    weight = quantize(torch.randn(N, K, generator=seeded(25)) * 1e-3, "nf4-64")
+    a = torch.ones(2, K)
+    a[:, 1::2] = -1
+    a[1, 0] = 2
+    adapter = Adapter(a, torch.full((N, 2), 0.01), 0.5)
+    for dtype in (torch.float32, torch.bfloat16):
+        for m in (1, 70):
+            x = torch.full((m, K), 3e37).to(dtype)
+            y = reference.linear(x, weight, None, [adapter])
+            assert y.isfinite().all()
+            reference.assert_within_contract(linear_with_adapters(x, weight, None, adapter), y)
+
+
 def test_shapes_of_x_and_index():
     generator = seeded(5)
     weight, listed = base(), [make_adapter(4, generator), make_adapter(9, generator)]
@@ -211,11 +229,13 @@ def test_instruction_sets_threads_and_torch(isa):
 
 
 def folds_nothing(monkeypatch) -> None:
-    """As if every kernel were one that has no place for adapters, as those of GPUs."""
+    """As if every kernel were one that has no place for adapters, as those of GPUs, and fp32 had another one."""
     planned = ops._kernel
+    fallback = next(each for each in halfbyte.kernels.kernels() if each.name == "torch_dequantize")
 
-    def bare(*problem):
-        return dataclasses.replace(planned(*problem), run_adapters=None)
+    def bare(spec, dtype, m, device):
+        kernel = fallback if dtype == torch.float32 else planned(spec, dtype, m, device)
+        return dataclasses.replace(kernel, run_adapters=None)
 
     monkeypatch.setattr(ops, "_kernel", bare)
 

@@ -329,6 +329,16 @@ def test_restore_undoes_all():
     assert not any("_halfbyte_was" in vars(module) for module in model.modules())
 
 
+def test_a_replaced_forward_stays(caplog):
+    """As accelerate's hooks replace it in models that are spread over devices."""
+    model = adapted()
+    layer = model.base_model.model.up
+    layer.forward = layer.forward
+    assert halfbyte.optimize(model) == 1
+    assert type(layer) is lora.Linear
+    assert "hook of accelerate" in caplog.text
+
+
 def test_copies_and_pickles():
     model = adapted()
     halfbyte.optimize(model)

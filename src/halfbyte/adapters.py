@@ -52,9 +52,6 @@ class AdapterSet:
         return self.table.shape[0]
 
 
-Adapters = AdapterSet | Sequence[Adapter] | Adapter
-
-
 def linear_with_adapters(
     x: Tensor,
     weight: PackedWeight,
@@ -69,9 +66,10 @@ def linear_with_adapters(
     end.
 
     x: [..., K] in fp32, bf16 or fp16. weight: [N, K]. bias: [N] of x's dtype or fp32. adapters: the slots that `index`
-    names: an AdapterPool's `layer(name)`, or a list of Adapters (or one), in fp32, bf16 or fp16. index: integers, -1
-    for no adapter, in the shape of x's leading dimensions or of the first of them ([batch] for x [batch, tokens, K]);
-    without it every row takes adapter 0. shrunk: what `shrink(x, …)` returned for layers that share a pool and x.
+    names: an AdapterPool of one layer, or its `layer(name)`; or a list of Adapters, or one, in fp32, bf16 or fp16.
+    index: integers, -1 for no adapter, in the shape of x's leading dimensions or of the first of them ([batch] for x
+    [batch, tokens, K]); without it every row takes adapter 0. shrunk: what `shrink(x, …)` returned for layers that
+    share a pool and x.
     Returns [..., N] of x's dtype. Differentiable in x, bias, and the A and B of a list.
 
     A row's bits do not depend on the adapters of the others; rows of -1 have the bits of `halfbyte.linear`, which also
@@ -467,6 +465,9 @@ class AdapterPool:
         for name in self._b:
             self._tables[name].copy_(tables[name])
             self._scalings[name].copy_(scalings[name])
+
+
+Adapters = AdapterSet | AdapterPool | Sequence[Adapter] | Adapter  # what `linear_with_adapters` takes
 
 
 def _stored(rank: int) -> int:

@@ -76,13 +76,16 @@ def fold(model: nn.Module, left: Counter[str]) -> int:
         if not isinstance(module, BaseTunerLayer) or not isinstance(base, QuantLinear):
             continue
         kind = type(module)
+        if "forward" in module.__dict__:
+            left["their forward was replaced, by a hook of accelerate's for example"] += 1
+            continue
         if kind in _CLASSES:
             module.__dict__["_halfbyte_was"] = kind
             module.__class__ = _CLASSES[kind]
         elif not isinstance(module, _Folded):
             left[f"PEFT's {kind.__name__} has a forward of its own"] += 1
-            if "_halfbyte_hook" not in module.__dict__:
-                module.__dict__["_halfbyte_hook"] = module.register_forward_pre_hook(_count_other)
+            if _count_other not in module._forward_pre_hooks.values():
+                module.register_forward_pre_hook(_count_other)
             continue
         count += not isinstance(base, _linear4bit())
     return count
@@ -92,8 +95,9 @@ def unfold(model: nn.Module) -> int:
     """Undo `fold`; returns the same number."""
     count = 0
     for module in model.modules():
-        if "_halfbyte_hook" in module.__dict__:
-            module.__dict__.pop("_halfbyte_hook").remove()
+        for number, hook in list(module._forward_pre_hooks.items()):
+            if hook is _count_other:
+                del module._forward_pre_hooks[number]
         if isinstance(module, _Folded):
             count += not isinstance(module.base_layer, _linear4bit())
             module.__class__ = module.__dict__.pop("_halfbyte_was")

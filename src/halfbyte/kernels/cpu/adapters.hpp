@@ -17,6 +17,15 @@ inline float dot(const float *a, const float *b, int64_t padded) {
     return Simd::sum(Simd::mul_add(one, Simd::mul_add(one, sums[0], sums[1]), Simd::mul_add(one, sums[2], sums[3])));
 }
 
+// A row of x as fp32, zeros up to `padded`; returns the power of two that was taken out of it.
+inline float widen_for_shrink(const HbShrink &s, int64_t row, int64_t padded, float *out) {
+    widen_row(s.x, row * s.x_stride, s.dtype, s.k, padded, out);
+    float factor = 1;
+    uint8_t special = 0;
+    normalise(largest(out, s.k), s.k, out, &factor, &special);
+    return factor;
+}
+
 // Rows [from, to) of one adapter's A, times those rows of the block that use it. scratch: `padded` floats.
 inline void shrink_task(const Adapters &job, int64_t segment, int64_t from, int64_t to, float *scratch) {
     const HbShrink &s = *job.shrink;
@@ -25,7 +34,8 @@ inline void shrink_task(const Adapters &job, int64_t segment, int64_t from, int6
     for (int64_t j = from; j < to; ++j) {
         widen_row(s.a, (first + j) * s.k, s.a_dtype, s.k, job.padded, scratch);
         for (int64_t at = mine.begin; at < mine.end; ++at)
-            s.h[job.rows[at] * s.width + j] = dot(scratch, job.x + (at - job.first) * job.padded, job.padded);
+            s.h[job.rows[at] * s.width + j] =
+                dot(scratch, job.x + (at - job.first) * job.padded, job.padded) * job.factor[at - job.first];
     }
 }
 

@@ -41,8 +41,8 @@ void shrink(const Adapters &job, int64_t segment, int64_t from, int64_t to, floa
 
 void expand(const Adapters &job, int64_t task, float *scratch) { avx512_isa.expand(job, task, scratch); }
 
-void widen(const void *numbers, int64_t start, int32_t dtype, int64_t k, int64_t padded, float *out) {
-    avx512_isa.widen(numbers, start, dtype, k, padded, out);
+float widen(const HbShrink &call, int64_t row, int64_t padded, float *out) {
+    return avx512_isa.widen(call, row, padded, out);
 }
 
 }  // namespace

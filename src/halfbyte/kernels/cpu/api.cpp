@@ -190,8 +190,8 @@ struct Shrinking {
 
 void widen_task(void *context, int64_t i) {
     const auto &c = *static_cast<Shrinking *>(context);
-    const HbShrink &s = *c.job.shrink;
-    c.isa->widen(s.x, c.job.rows[c.job.first + i] * s.x_stride, s.dtype, s.k, c.job.padded, c.job.x + i * c.job.padded);
+    const int64_t row = c.job.rows[c.job.first + i];
+    c.job.factor[i] = c.isa->widen(*c.job.shrink, row, c.job.padded, c.job.x + i * c.job.padded);
 }
 
 void shrink_task(void *context, int64_t i) {
@@ -241,8 +241,9 @@ HB_EXPORT int32_t hb_shrink(int32_t isa, const HbShrink *call) {
                 work += rows * s.k * (cut.end - cut.begin + 1);
                 segments.push_back(cut);
             }
+            float *x = thread_floats(0, (end - first) * (padded + 1));
             Adapters job{call, nullptr, order.rows.data(), segments.data(), int64_t(segments.size()),
-                         thread_floats(0, (end - first) * padded), first, padded};
+                         x, x + (end - first) * padded, first, padded};
             Shrinking context{isas[isa], job, tasks.data()};
             const int threads = threads_for(work, s.threads);
             parallel(threads, end - first, widen_task, &context);
@@ -271,7 +272,7 @@ HB_EXPORT int32_t hb_expand(int32_t isa, const HbExpand *call) {
             work += e.n * rank * (each.end - each.begin + 8);
         }
         const int64_t count = order.segments.size();
-        Adapters job{nullptr, call, order.rows.data(), order.segments.data(), count, nullptr, 0, 0};
+        Adapters job{nullptr, call, order.rows.data(), order.segments.data(), count, nullptr, nullptr, 0, 0};
         Expanding context{isas[isa], job, (most + 1) * EXPAND_COLUMNS};
         parallel(threads_for(work, e.threads), (e.n + EXPAND_COLUMNS - 1) / EXPAND_COLUMNS, expand_task, &context);
         return 0;

@@ -44,7 +44,7 @@ struct Adapters {
     const int64_t *rows;      // the rows of x, in order of their slots; those without an adapter are not among them
     const Segment *segments;
     int64_t count;            // of segments
-    float *x;                 // shrink: the block's rows as fp32, each `padded` long
+    float *x, *factor;        // shrink: the block's rows as fp32, each `padded` long, and as in Job
     int64_t first, padded;    // shrink: the block's first place in `rows`
 };
 
@@ -59,7 +59,7 @@ struct Isa {
     int64_t (*decode_floats)(const HbWeight &weight, int64_t rows);
     void (*shrink)(const Adapters &job, int64_t segment, int64_t from, int64_t to, float *scratch);  // rows of A
     void (*expand)(const Adapters &job, int64_t task, float *scratch);  // EXPAND_COLUMNS outputs of every row
-    void (*widen)(const void *numbers, int64_t start, int32_t dtype, int64_t k, int64_t padded, float *out);
+    float (*widen)(const HbShrink &call, int64_t row, int64_t padded, float *out);  // what shrink multiplies by
 };
 
 constexpr int64_t EXPAND_COLUMNS = 64;

@@ -77,9 +77,9 @@ inline void run(const Job &job, int64_t task, float *scratch) {
 
 }  // namespace halfbyte::HB_ISA
 
-#define HB_DEFINE_ISA(isa)                                                                                   \
-    namespace halfbyte {                                                                                     \
-    const Isa isa##_isa = {#isa,           HB_ISA::plan,          HB_ISA::prepare,     HB_ISA::run,                \
-                           HB_ISA::decode, HB_ISA::decode_floats, HB_ISA::shrink_task, HB_ISA::expand_task,        \
-                           HB_ISA::widen_row};                                                                     \
+#define HB_DEFINE_ISA(isa)                                                                                        \
+    namespace halfbyte {                                                                                          \
+    const Isa isa##_isa = {#isa,           HB_ISA::plan,          HB_ISA::prepare,     HB_ISA::run,               \
+                           HB_ISA::decode, HB_ISA::decode_floats, HB_ISA::shrink_task, HB_ISA::expand_task,       \
+                           HB_ISA::widen_for_shrink};                                                             \
     }

@@ -23,15 +23,20 @@ inline void widen_row(const void *numbers, int64_t start, int32_t dtype, int64_t
     for (i = k; i < padded; ++i) out[i] = 0;
 }
 
-// A row of x as fp32, zeros up to `padded`. Returns the bits of its largest magnitude.
-inline uint32_t widen(const HbCall &call, int64_t row, int64_t k, int64_t padded, float *out) {
-    widen_row(call.x, row * call.x_stride, call.dtype, k, padded, out);
+// The bits of the largest magnitude.
+inline uint32_t largest(const float *x, int64_t k) {
     uint32_t most = 0;
     for (int64_t i = 0; i < k; ++i) {
-        const uint32_t magnitude = as_bits(out[i]) & 0x7FFFFFFF;
+        const uint32_t magnitude = as_bits(x[i]) & 0x7FFFFFFF;
         most = magnitude > most ? magnitude : most;
     }
     return most;
+}
+
+// A row of x as fp32, zeros up to `padded`. Returns the bits of its largest magnitude.
+inline uint32_t widen(const HbCall &call, int64_t row, int64_t k, int64_t padded, float *out) {
+    widen_row(call.x, row * call.x_stride, call.dtype, k, padded, out);
+    return largest(out, k);
 }
 
 // Sums of products must not leave fp32's range where the result does not: rows whose largest value is outside
