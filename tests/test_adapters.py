@@ -268,6 +268,23 @@ def test_composed_where_the_kernel_folds_no_adapters(dtype, monkeypatch):
         halfbyte.kernels.adapters.GATHERED_VALUES = before
 
 
+def test_a_kernel_may_decline(monkeypatch):
+    planned = ops._kernel
+    reason = "ranks beyond 64"
+
+    def picky(*problem):
+        return dataclasses.replace(planned(*problem), run_adapters=lambda *call: reason)
+
+    monkeypatch.setattr(ops, "_kernel", picky)
+    counts.reset()
+    weight, adapter = base(), make_adapter(65, seeded(26))
+    x = torch.randn(3, K, generator=seeded(27))
+    out = linear_with_adapters(x, weight, None, adapter)
+    reference.assert_within_contract(out, reference.linear(x, weight, None, [adapter]))
+    (label,) = counts.totals()[0]["linear_adapters"]
+    assert label.endswith(f"and torch ({reason})")
+
+
 def test_the_fallback_folds_adapters(monkeypatch):
     monkeypatch.setattr(cpu_linear, "supports", lambda problem: "not now")
     kernel = next(each for each in halfbyte.kernels.kernels() if each.name == "torch_dequantize")

@@ -132,15 +132,14 @@ def _linear_adapters(
     _check_expand(x, m, expand)
     out = rows.new_empty(m, n)
     kernel = weight.kernel(x.dtype, m)
-    folded = kernel.run_adapters is not None
-    label = kernel.name if folded else f"{kernel.name} and torch (the kernel folds no adapters)"
+    fold, reason = kernel.run_adapters, None
+    with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
+        if m:
+            reason = "the kernel folds no adapters" if fold is None else fold(rows, weight.packed, bias, expand, out)
+        if reason is not None:
+            _compose(weight, kernel, rows, bias, expand, out)
+    label = kernel.name if reason is None else f"{kernel.name} and torch ({reason})"
     counts.serve("linear_adapters", label, bucket(m))
-    if m:
-        with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
-            if kernel.run_adapters is not None:
-                kernel.run_adapters(rows, weight.packed, bias, expand, out)
-            else:
-                _compose(weight, kernel, rows, bias, expand, out)
     return out.view(*x.shape[:-1], n)
 
 

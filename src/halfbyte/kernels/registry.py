@@ -64,8 +64,8 @@ class Configuration:
 
 # x [M, K] with unit stride along K; the weight; bias [N] of x's dtype or fp32, or None; contiguous out [M, N]
 Run = Callable[[Tensor, PackedWeight, Tensor | None, Tensor], None]
-# as Run, with what adapters add before the one rounding
-RunAdapters = Callable[[Tensor, PackedWeight, Tensor | None, Expand, Tensor], None]
+# as Run, with what adapters add before the one rounding; the reason why not where it does not take these adapters
+RunAdapters = Callable[[Tensor, PackedWeight, Tensor | None, Expand, Tensor], str | None]
 
 
 @dataclass(frozen=True)
