@@ -66,8 +66,8 @@ class Status:
     """What the switch has done in this process since the counters were last at zero.
 
     served: operator -> kernel -> rows of x ("0", "1", "2-8", "9-64", "65+"; "weight": it was decoded) -> calls. The
-    operators "linear" and, with LoRA, "linear_adapters" are halfbyte's own: QuantLinear, and what `halfbyte.optimize` put
-    in place.
+    operators "linear" and, with LoRA, "linear_adapters" are halfbyte's own: QuantLinear, and what `halfbyte.optimize`
+    put in place.
     fallbacks: operator -> reason -> calls that bitsandbytes' own implementation served.
     A CUDA graph's replay runs no Python: its calls are counted once, when it is captured.
     """
