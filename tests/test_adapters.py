@@ -272,8 +272,10 @@ def test_a_kernel_may_decline(monkeypatch):
     planned = ops._kernel
     reason = "ranks beyond 64"
 
-    def picky(*problem):
-        return dataclasses.replace(planned(*problem), run_adapters=lambda *call: reason)
+    def picky(spec, dtype, m, device):
+        kernel = dataclasses.replace(planned(spec, dtype, m, device), run_adapters=lambda *call: reason)
+        marked = dataclasses.replace(kernel, run=lambda x, weight, bias, out: out.fill_(7))
+        return marked if dtype == torch.bfloat16 else kernel
 
     monkeypatch.setattr(ops, "_kernel", picky)
     counts.reset()
@@ -283,6 +285,11 @@ def test_a_kernel_may_decline(monkeypatch):
     reference.assert_within_contract(out, reference.linear(x, weight, None, [adapter]))
     (label,) = counts.totals()[0]["linear_adapters"]
     assert label.endswith(f"and torch ({reason})")
+    index = torch.tensor([0, -1, 0])
+    out = linear_with_adapters(x.bfloat16(), weight, None, adapter, index)
+    assert (out[1] == 7).all()  # the planned kernel's own bits, and for the others the sum in fp32
+    y = reference.linear(x.bfloat16(), weight, None, [adapter], index)
+    reference.assert_within_contract(out[index == 0], y[index == 0])
 
 
 def test_the_fallback_folds_adapters(monkeypatch):

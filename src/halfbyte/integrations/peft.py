@@ -19,7 +19,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from ..adapter_ops import linear_adapters_op, shrink_op
-from ..adapters import Adapter, pack, row_index
+from ..adapters import MAX_RANK, Adapter, pack, row_index
 from ..counters import counts
 from ..kernels.registry import DTYPES
 from ..nn import QuantLinear
@@ -122,15 +122,24 @@ def _count_other(module: nn.Module, args: Any) -> None:
 def _used(layer: Any, names: Sequence[str] | None) -> list[str]:
     """The adapters of this layer that a call uses, in order; [] where the base layer is all there is to compute."""
     wanted = layer.active_adapters if names is None else dict.fromkeys(names)
-    return [name for name in wanted if name != BASE and name in layer.lora_A]
+    held = layer._modules["lora_A"]._modules
+    return [name for name in wanted if name != BASE and name in held]
 
 
 def _folded(
     layer: Any, used: list[str], names: Sequence[str] | None, x: Tensor, args: Any, kwargs: Any
 ) -> Tensor | str:
     """The layer's output, or the reason why PEFT has to compute it."""
-    base = layer.base_layer
-    reason = _reason_against(layer, used, x, args, kwargs) or _reason_of_base(base, x)
+    if args or any(value is not None for key, value in kwargs.items() if key != "adapter_names"):
+        return "arguments beyond x and adapter_names"
+    plain = []
+    for name in used:
+        found = _plain(layer, name, x)
+        if isinstance(found, str):
+            return found
+        plain.append(found)
+    base = layer._modules["base_layer"]
+    reason = _reason_of_base(base, x)
     if reason is not None:
         return reason
     operands = base.operands(x)
@@ -139,9 +148,10 @@ def _folded(
     dtype, parts, bias, key, n, k = operands
     if x.dtype != dtype != torch.float32:
         return f"x in {x.dtype} is computed in {dtype}: the adapters would get a rounded x"
-    plain = [_adapter(layer, name) for name in used]
     if names is None:
-        adapters, index = pack([plain[0] if len(plain) == 1 else _sum(plain)], n, k), None
+        if sum(each.rank for each in plain) > MAX_RANK:
+            return f"several adapters of more than {MAX_RANK} ranks together"
+        adapters, index = pack(plain if len(plain) == 1 else [_sum(plain)], n, k), None
     else:
         adapters = pack(plain, n, k)
         slots = tuple(used.index(name) if name in used else -1 for name in names)
@@ -153,8 +163,34 @@ def _folded(
     return out if x.dtype == dtype else out.to(x.dtype)
 
 
-def _adapter(layer: Any, name: str) -> Adapter:
-    return Adapter(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name])
+def _plain(layer: Any, name: str, x: Tensor) -> Adapter | str:
+    """An adapter on PEFT's own tensors, or why its part is more than s B A x, or is needed with its gradients.
+
+    Modules and parameters are looked up in their dictionaries: `getattr` would take five times as long.
+    """
+    if name in layer.lora_variant:
+        return f"a variant of LoRA: {type(layer.lora_variant[name]).__name__}"
+    modules = layer._modules
+    dropout = modules["lora_dropout"]._modules[name]
+    if dropout.training and not isinstance(dropout, nn.Identity):
+        return "LoRA dropout in training"
+    weights = []
+    for kind in ("lora_A", "lora_B"):
+        part = modules[kind]._modules[name]
+        if type(part) is not nn.Linear or part._forward_hooks or part._forward_pre_hooks:
+            return f"a {type(part).__name__} with a forward or hooks of its own in the adapter"
+        if part._parameters["bias"] is not None:
+            return "LoRA with a bias"
+        weight: Any = part._parameters["weight"]
+        if weight.dtype not in DTYPES or weight.device != x.device:
+            return f"adapters in {weight.dtype} on {weight.device} with x on {x.device}"
+        weights.append(weight)
+    a, b = weights
+    if torch.is_grad_enabled() and (x.requires_grad or a.requires_grad or b.requires_grad):
+        return "gradients: they stay PEFT's"
+    if a.shape[0] > MAX_RANK:
+        return f"a rank of more than {MAX_RANK}"
+    return Adapter(a, b, layer.scaling[name])
 
 
 def _sum(stacked: Sequence[Adapter]) -> Adapter:
@@ -184,29 +220,4 @@ def _reason_of_base(base: Any, x: Tensor) -> str | None:
         return "hooks on its base layer, which must be called for them"
     if torch.is_autocast_enabled(x.device.type):
         return "autocast"
-    return None
-
-
-def _reason_against(layer: Any, used: list[str], x: Tensor, args: Any, kwargs: Any) -> str | None:
-    """Why the adapters' part is more than s B A x, or is needed with its gradients; None where it is not."""
-    if args or any(value is not None for key, value in kwargs.items() if key != "adapter_names"):
-        return "arguments beyond x and adapter_names"
-    if sum(layer.lora_A[name].weight.shape[0] for name in used) > 256 and len(used) > 1:
-        return "several adapters of more than 256 ranks together"
-    for name in used:
-        a, b = layer.lora_A[name], layer.lora_B[name]
-        if name in layer.lora_variant:
-            return f"a variant of LoRA: {type(layer.lora_variant[name]).__name__}"
-        if layer.lora_bias.get(name) or b.bias is not None:
-            return "LoRA with a bias"
-        dropout = layer.lora_dropout[name]
-        if dropout.training and not isinstance(dropout, nn.Identity):
-            return "LoRA dropout in training"
-        if torch.is_grad_enabled() and (x.requires_grad or a.weight.requires_grad or b.weight.requires_grad):
-            return "gradients: they stay PEFT's"
-        for part in (a, b):
-            if type(part) is not nn.Linear or part._forward_hooks or part._forward_pre_hooks:
-                return f"a {type(part).__name__} with a forward or hooks of its own in the adapter"
-            if part.weight.dtype not in DTYPES or part.weight.device != x.device:
-                return f"adapters in {part.weight.dtype} on {part.weight.device} with x on {x.device}"
     return None

@@ -27,25 +27,49 @@ def shrink_on_cpu(
     spans: int32 [slots, 2], a slot's first row and how many. index: as in `Expand`. Columns beyond a slot's rows are 0.
     threads: 0 for torch's number. Raises IndexError for an index or spans out of range, MemoryError without memory.
     """
+    m, k = x.shape
     call = ShrinkStruct(
-        *(x.data_ptr(), a.data_ptr(), spans.data_ptr(), None if index is None else index.data_ptr(), out.data_ptr()),
-        *(*x.shape, x.stride(0), out.shape[1], spans.shape[0], a.shape[0]),
-        *(DTYPE_NUMBERS[x.dtype], DTYPE_NUMBERS[a.dtype], threads or torch.get_num_threads()),
+        x.data_ptr(),
+        a.data_ptr(),
+        spans.data_ptr(),
+        None if index is None else index.data_ptr(),
+        out.data_ptr(),
+        m,
+        k,
+        x.stride(0),
+        out.shape[1],
+        spans.shape[0],
+        a.shape[0],
+        DTYPE_NUMBERS[x.dtype],
+        DTYPE_NUMBERS[a.dtype],
+        threads or torch.get_num_threads(),
     )
     _raise_for(loaded.shrink(isa, ctypes.byref(call)), index, spans)
 
 
 def expand_on_cpu(loaded: Library, isa: int, expand: Expand, bias: Tensor | None, n: int, threads: int = 0) -> Tensor:
     """fp32 [M, N]: bias [N] (fp32, bf16, fp16, or None for 0), and what each row's adapter adds. Raises as above."""
-    out = torch.empty(expand.shrunk.shape[0], n)
+    shrunk, b, index = expand.shrunk, expand.b, expand.index
+    m, width = shrunk.shape
+    out = torch.empty(m, n)
     call = ExpandStruct(
-        *(expand.shrunk.data_ptr(), expand.b.data_ptr(), expand.table.data_ptr(), expand.scalings.data_ptr()),
-        *(None if part is None else part.data_ptr() for part in (expand.index, bias, out)),
-        *(*out.shape, expand.shrunk.shape[1], expand.table.shape[0], expand.b.numel()),
-        *(DTYPE_NUMBERS[expand.b.dtype], 0 if bias is None else DTYPE_NUMBERS[bias.dtype]),
+        shrunk.data_ptr(),
+        b.data_ptr(),
+        expand.table.data_ptr(),
+        expand.scalings.data_ptr(),
+        None if index is None else index.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        m,
+        n,
+        width,
+        expand.table.shape[0],
+        b.numel(),
+        DTYPE_NUMBERS[b.dtype],
+        0 if bias is None else DTYPE_NUMBERS[bias.dtype],
         threads or torch.get_num_threads(),
     )
-    _raise_for(loaded.expand(isa, ctypes.byref(call)), expand.index, expand.table)
+    _raise_for(loaded.expand(isa, ctypes.byref(call)), index, expand.table)
     return out
 
 
