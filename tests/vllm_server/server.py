@@ -1,23 +1,21 @@
-"""vLLM's OpenAI server as a process, for one test after the other: started once, asked over HTTP, read when it ends."""
+"""vLLM's OpenAI server as these tests start it, and what they read from it."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import signal
-import socket
-import subprocess
-import time
-import urllib.error
-import urllib.request
+import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from vllm_process import Server
 
 BOOT_S = 240
-STOP_S = 60
+TOKENS = 16
 # Batches of at most 64 rows, so that on a CPU no 4-bit multiply is one that bitsandbytes does faster.
 ARGUMENTS = (
     "--max-model-len", "128", "--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--shutdown-timeout", "20",
@@ -29,6 +27,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
+DROPPED = ("PYTHONPATH", "VIRTUAL_ENV", "PROMETHEUS_MULTIPROC_DIR", "HALFBYTE_DISABLE", "HALFBYTE_BITSANDBYTES")
 
 
 @dataclass(frozen=True)
@@ -41,98 +40,29 @@ class Completion:
     logprobs: list[float]
 
 
-class Server:
-    """A running server; a context manager. `log` is complete after `stop`."""
+def start(python: str, model: Path, work: Path, *arguments: str, **environment: str) -> Server:
+    return Server(python, model, [*ARGUMENTS, *arguments], clean_environment() | environment, work / "log.txt")
 
-    def __init__(self, python: str, model: Path, work: Path, *arguments: str, **environment: str) -> None:
-        work.mkdir(parents=True, exist_ok=True)
-        self._log = work / "log.txt"
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        words = [
-            python,
-            "-m",
-            "vllm.entrypoints.openai.api_server",
-            "--model",
-            str(model),
-            "--served-model-name",
-            "base",
-        ]
-        words += ["--host", "127.0.0.1", "--port", str(self.port), *ARGUMENTS, *arguments]
-        with open(self._log, "w") as log:
-            self.process = subprocess.Popen(
-                words,
-                cwd=work,
-                env=clean_environment() | environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
 
-    def __enter__(self) -> Server:
-        return self
+def complete_all(server: Server, requests: Sequence[tuple[str, list[int]]]) -> list[Completion]:
+    """All at the same time, so that the server batches base and adapters together."""
 
-    def __exit__(self, *error: object) -> None:
-        self.stop()
+    def complete(request: tuple[str, list[int]]) -> Completion:
+        return Completion(*request, *server.complete(*request, TOKENS))
 
-    @property
-    def log(self) -> str:
-        return self._log.read_text(errors="replace")
+    with ThreadPoolExecutor(len(requests)) as pool:
+        return list(pool.map(complete, requests))
 
-    def wait(self) -> None:
-        """Until it answers. Raises RuntimeError with the end of its log where it does not."""
-        deadline = time.monotonic() + BOOT_S
-        while time.monotonic() < deadline and self.process.poll() is None:
-            try:
-                self.get("/health")
-                return
-            except (urllib.error.URLError, ConnectionError):
-                time.sleep(0.5)
-        self.stop()
-        raise RuntimeError(f"the server did not start:\n{self.log[-6000:]}")
 
-    def get(self, path: str, body: dict[str, Any] | None = None) -> str:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}", data, {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=120) as response:
-            return response.read().decode()
-
-    def complete(self, model: str, prompt: list[int], tokens: int = 16) -> Completion:
-        body = {
-            "model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "logprobs": 1,
-            "return_token_ids": True, "ignore_eos": True,
-        }  # fmt: skip
-        choice = json.loads(self.get("/v1/completions", body))["choices"][0]
-        return Completion(model, prompt, choice["token_ids"], choice["logprobs"]["token_logprobs"])
-
-    def complete_all(self, requests: list[tuple[str, list[int]]]) -> list[Completion]:
-        """All at the same time, so that the server batches base and adapters together."""
-        with ThreadPoolExecutor(len(requests)) as pool:
-            return list(pool.map(lambda request: self.complete(*request), requests))
-
-    def metrics(self) -> dict[str, float]:
-        """halfbyte's, by their names and labels."""
-        found = re.findall(r"^(halfbyte_\w+_total\{.*\}) (\S+)$", self.get("/metrics"), re.MULTILINE)
-        return {name: float(value) for name, value in found}
-
-    def stop(self) -> None:
-        """As one stops a service: SIGTERM, and patience."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-            try:
-                self.process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(self.process.pid, signal.SIGKILL)  # its own session: nobody else's processes
-                self.process.wait()
+def metrics(server: Server) -> dict[str, float]:
+    """halfbyte's, by their names and labels."""
+    found = re.findall(r"^(halfbyte_\w+_total\{.*\}) (\S+)$", server.ask("/metrics"), re.MULTILINE)
+    return {name: float(value) for name, value in found}
 
 
 def clean_environment() -> dict[str, str]:
     """This process's, without what would reach into the other environment, plus ENVIRONMENT."""
-    dropped = ("PYTHONPATH", "VIRTUAL_ENV", "PROMETHEUS_MULTIPROC_DIR", "HALFBYTE_DISABLE", "HALFBYTE_BITSANDBYTES")
-    return {key: value for key, value in os.environ.items() if key not in dropped} | ENVIRONMENT
+    return {key: value for key, value in os.environ.items() if key not in DROPPED} | ENVIRONMENT
 
 
 def served(log: str) -> tuple[int, int]:

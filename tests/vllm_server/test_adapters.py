@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from server import Completion, Server, served
+from server import BOOT_S, Completion, Server, complete_all, metrics, served, start
 from vllm_model import ADAPTERS, LAYERS, MERGED, RANK, VOCABULARY, Answers
 
 NOISE = 0.05  # of a logprob: what bf16 activations leave of it
@@ -18,14 +18,14 @@ EFFECT = 0.3  # what another adapter changes, at least
 @pytest.fixture(scope="module")
 def server(python: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     work = tmp_path_factory.mktemp("adapters")
-    metrics = work / "metrics"
-    metrics.mkdir()
+    folder = work / "metrics"
+    folder.mkdir()
     modules = [f"{name}={model / name}" for name in ADAPTERS]
     # One slot more than adapters: on CPUs vLLM 0.32 takes the last slot for tokens without an adapter where others in
     # the batch have one (it indexes with -1). Without halfbyte, too; an empty slot adds zeros.
     lora = ["--enable-lora", "--max-loras", "3", "--max-lora-rank", str(RANK), "--lora-modules", *modules]
-    with Server(python, model, work, *lora, PROMETHEUS_MULTIPROC_DIR=str(metrics)) as server:
-        server.wait()
+    with start(python, model, work, *lora, PROMETHEUS_MULTIPROC_DIR=str(folder)) as server:
+        server.wait(BOOT_S)
         yield server
 
 
@@ -34,7 +34,7 @@ def completions(server: Server) -> list[Completion]:
     """Base and adapters, four prompts each, at the same time."""
     generator = random.Random(0)
     prompts = [[generator.randrange(3, VOCABULARY) for _ in range(length)] for length in (3, 9, 17, 30)]
-    return server.complete_all([(name, prompt) for prompt in prompts for name in ("base", *ADAPTERS)])
+    return complete_all(server, [(name, prompt) for prompt in prompts for name in ("base", *ADAPTERS)])
 
 
 def test_answers_are_those_of_each_model(completions: list[Completion], answers: Answers) -> None:
@@ -47,19 +47,19 @@ def test_answers_are_those_of_each_model(completions: list[Completion], answers:
 
 def test_every_multiply_was_ours(server: Server, completions: list[Completion]) -> None:
     time.sleep(5)  # metrics follow within seconds
-    metrics = server.metrics()
-    assert not [name for name in metrics if "passed_on" in name]
-    assert all('operator="apply_bnb_4bit"' in name for name in metrics)
-    calls = sum(metrics.values())
+    found = metrics(server)
+    assert not [name for name in found if "passed_on" in name]
+    assert all('operator="apply_bnb_4bit"' in name for name in found)
+    calls = sum(found.values())
     assert calls % (LAYERS * MERGED) == 0  # every layer of every step
     longest = max(len(one.tokens) for one in completions)
     assert calls >= LAYERS * MERGED * longest
-    assert [name for name in metrics if 'rows="9-64"' in name], "no batch of several users, or prompt"
+    assert [name for name in found if 'rows="9-64"' in name], "no batch of several users, or prompt"
 
 
 def test_the_log_says_what_serves_and_what_was_served(server: Server, completions: list[Completion]) -> None:
     """The last test of this server: it is stopped."""
-    counted = sum(server.metrics().values())
+    counted = sum(metrics(server).values())
     server.stop()
     assert "halfbyte serves 2 × qkv_proj [512, 256] nf4-64, 3 shards in one launch: cpu_linear for M = 1" in server.log
     assert "halfbyte serves 2 × gate_up_proj [1024, 256] nf4-64, 2 shards in one launch" in server.log

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from server import Completion, Server, served
+from server import BOOT_S, Completion, complete_all, served, start
 from vllm_model import LAYERS, MERGED, VOCABULARY, Answers
 
 NOISE = 0.05
@@ -16,9 +16,9 @@ def run(python: str, model: Path, work: Path, cache: Path, **environment: str) -
     generator = random.Random(1)
     prompts = [[generator.randrange(3, VOCABULARY) for _ in range(length)] for length in (4, 25)]
     caches = {"VLLM_CACHE_ROOT": str(cache / "vllm"), "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor")}
-    with Server(python, model, work, **caches, **environment) as server:
-        server.wait()
-        completions = server.complete_all([("base", prompt) for prompt in prompts])
+    with start(python, model, work, **caches, **environment) as server:
+        server.wait(BOOT_S)
+        completions = complete_all(server, [("base", prompt) for prompt in prompts])
         server.stop()
         return completions, server.log
 
