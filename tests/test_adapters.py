@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,8 @@ from halfbyte.kernels import cpu_linear
 from halfbyte.kernels.adapters import expand_on_cpu, expand_with_torch, shrink_on_cpu, shrink_with_torch
 from halfbyte.kernels.cpu import library
 from halfbyte.kernels.registry import Expand
-from kernel_samples import random_weight, seeded, slack, strided
+from kernel_samples import KEYS, multiples, random_weight, seeded, slack, strided
+from test_cpu_linear import guarded
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 N, K = 72, 128
@@ -226,6 +228,62 @@ def test_instruction_sets_threads_and_torch(isa):
                     exact[row] += float(layer.scalings[slot]) * (b @ results[0][row, column : column + rank].double())
             for out in (outs[0], expand_with_torch(expand, bias, n)):
                 assert reference.relative_error(out, exact) < 5e-7
+
+
+@pytest.mark.skipif(LOADED is None, reason="no library of CPU kernels here")
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_bias_of_each_row_s_own(isa):
+    """What adapters add reaches the base kernels as that: every format, path and instruction set, few and many rows."""
+    generator = seeded(28)
+
+    def call(x, weight, bias):
+        out = torch.full((x.shape[0], weight.shape[0]), torch.nan, dtype=x.dtype)
+        cpu_linear.multiply(LOADED, LOADED.isas[isa], x, weight, bias, out)
+        return out
+
+    for number, key in enumerate(KEYS):
+        columns = multiples(key)[1]
+        n, k = (40, columns * -(-256 // columns)) if columns > 1 else ((9, 33) if number % 2 else (40, 192))
+        weight = random_weight(key, n, k, generator)
+        dtype = DTYPES[number % 3]
+        for m in (1, 9, 70):
+            x = strided(m, k, dtype, generator)
+            bias = torch.randn(n, generator=generator)
+            same = bias.expand(m, n).contiguous()
+            if m < 65:
+                assert torch.equal(call(x, weight, same), call(x, weight, bias)), (key, m)
+            each = torch.randn(m, n, generator=generator) * 3
+            y = x.double() @ weight.dequantize(torch.float64).t() + each.double()
+            label = f"{key} {isa} {dtype} M={m}"
+            reference.assert_within_contract(call(x, weight, each), y, label, allowed(x, weight, []))
+    special = torch.zeros(2, 256)
+    special[1, 3] = torch.inf  # rows with infinities take true weights
+    weight, each = random_weight("q4_1", 8, 256, generator), torch.randn(2, 8, generator=generator)
+    out = call(special, weight, each)
+    assert torch.equal(out[0], each[0])
+    assert not out[1].isnan().any()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="guard pages as Linux has them")
+@pytest.mark.parametrize("isa", ISAS)
+def test_nothing_beyond_the_tensors_is_touched(isa):
+    generator = seeded(29)
+    for number, (n, k, ranks) in enumerate([(65, 37, [1, 7]), (1, 1, [3]), (130, 129, [16, 33, 2])]):
+        for dtype in DTYPES:
+            chosen = adapters.pack([make_adapter(rank, generator, dtype, n, k) for rank in ranks], n, k)
+            x = torch.randn(5, k, generator=generator).to(DTYPES[number])
+            index = torch.tensor([0, -1, len(ranks) - 1, 0, -1], dtype=torch.int32)
+            h = guarded(torch.zeros(5, chosen.width))
+            a, spans, table, scalings = (
+                guarded(part) for part in (chosen.a, chosen.spans, chosen.table, chosen.scalings)
+            )
+            shrink_on_cpu(LOADED, LOADED.isas[isa], guarded(x), a, spans, guarded(index), h, 1)
+            assert torch.equal(h, shrink(x, chosen, index)) or isa != LOADED.isa_name
+            bias = guarded(torch.randn(n, generator=generator).to(dtype))
+            expand = Expand(h, guarded(chosen.b), table, scalings, guarded(index))
+            out = expand_on_cpu(LOADED, LOADED.isas[isa], expand, bias, n, 1)
+            again = Expand(h.clone(), chosen.b, chosen.table, chosen.scalings, index)
+            assert torch.equal(out, expand_on_cpu(LOADED, LOADED.isas[isa], again, bias.clone(), n, 1))
 
 
 def folds_nothing(monkeypatch) -> None:
