@@ -397,6 +397,14 @@ def test_gradients_are_those_of_float64():
     assert all(leaf.grad.any() for leaf in ours[:-2])
 
 
+def test_a_second_derivative_is_refused():
+    weight, adapter = base(), make_adapter(4, seeded(30))
+    x = torch.randn(2, K, requires_grad=True)
+    (grad,) = torch.autograd.grad(linear_with_adapters(x, weight, None, adapter).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
 def test_trains():
     """A few steps of gradient descent through the operator fit an adapter to another one."""
     generator = seeded(10)

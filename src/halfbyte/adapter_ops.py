@@ -9,18 +9,29 @@ the first. Both work eagerly, under autograd (x, A, B, bias), on fake and meta t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKeySet
+from torch.autograd.function import once_differentiable
 
 from .counters import bucket, counts
 from .kernels.adapters import expand_with_torch, shrink_on_cpu, shrink_with_torch
 from .kernels.cpu import library
 from .kernels.registry import DTYPES, Expand, Kernel
-from .ops import CheckedWeight, _check_bias, _check_input, _check_parts, _spec, checked_weight, linear_grad_op
+from .ops import (
+    CheckedWeight,
+    _check_bias,
+    _check_input,
+    _check_parts,
+    _is_plain,
+    _spec,
+    checked_weight,
+    linear_grad_op,
+)
 
 NAME = "halfbyte.linear_with_adapters"
 Rows = Tensor | slice
@@ -236,33 +247,105 @@ def _expand_grad(
     return h_grad.view(shrunk.shape), b_grad.to(b.dtype)
 
 
-def _shrink_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:4])
+class _ShrinkFunction(torch.autograd.Function):
+    """`adapters_shrink` with gradients for x and A. Below it the dispatcher goes on with `keyset`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, keyset: DispatchKeySet, x: Tensor, a: Tensor, spans: Tensor, index: Tensor | None, width: int
+    ) -> Tensor:
+        ctx.save_for_backward(x, a, spans, index)
+        return _below_autograd(shrink_op, _shrink, keyset, x, a, spans, index, width)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x_grad, a_grad = shrink_grad_op(grad, *ctx.saved_tensors)
+        return None, x_grad, a_grad, None, None, None
 
 
-def _shrink_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x_grad, a_grad = shrink_grad_op(grad, *ctx.saved_tensors)
-    return x_grad, a_grad, None, None, None
+class _LinearFunction(torch.autograd.Function):
+    """`linear_adapters` with gradients for x, bias, `shrunk` and B."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, keyset: DispatchKeySet, x: Tensor, bias: Tensor | None, key: str, n: int, k: int, *rest: Any
+    ) -> Tensor:
+        *parts, shrunk, b, table, scalings, index = rest
+        ctx.save_for_backward(*rest)
+        ctx.problem = (key, n, k)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        arguments = (x, parts, bias, key, n, k, shrunk, b, table, scalings, index)
+        return _below_autograd(linear_adapters_op, _linear_adapters, keyset, *arguments)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *parts, shrunk, b, table, scalings, index = ctx.saved_tensors
+        key, n, k = ctx.problem
+        _, needs_x, needs_bias, *rest = ctx.needs_input_grad
+        x_grad = bias_grad = h_grad = b_grad = None
+        if needs_x:
+            x_grad = linear_grad_op(grad, parts, key, n, k)
+        if needs_bias:
+            bias_grad = grad.reshape(-1, n).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        if any(rest):
+            h_grad, b_grad = expand_grad_op(grad, shrunk, b, table, scalings, index)
+        return (None, x_grad, bias_grad, None, None, None, *(None for _ in parts), h_grad, b_grad, None, None, None)
 
 
-def _linear_adapters_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, parts, bias, *ctx.problem = inputs[:6]
-    ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.save_for_backward(*parts, *inputs[6:])
+def _below_autograd(operator: Any, kernel: Callable[..., Tensor], keyset: DispatchKeySet, *arguments: Any) -> Tensor:
+    with torch._C._AutoDispatchBelowAutograd():
+        if _is_plain(keyset.raw_repr()):
+            return kernel(*arguments)
+        result: Tensor = operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+        return result
 
 
-def _linear_adapters_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    *parts, shrunk, b, table, scalings, index = ctx.saved_tensors
-    key, n, k = ctx.problem
-    needs = ctx.needs_input_grad
-    x_grad = linear_grad_op(grad, parts, key, n, k) if needs[0] else None
-    bias_grad = grad.reshape(-1, n).sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs[2] else None
-    h_grad, b_grad = expand_grad_op(grad, shrunk, b, table, scalings, index) if needs[6] or needs[7] else (None, None)
-    return x_grad, [None] * len(parts), bias_grad, None, None, None, h_grad, b_grad, None, None, None
+_apply_shrink: Callable[..., Tensor] = _ShrinkFunction.apply
+_apply_linear: Callable[..., Tensor] = _LinearFunction.apply
+
+
+def _shrink_autograd(
+    keyset: DispatchKeySet, x: Tensor, a: Tensor, spans: Tensor, index: Tensor | None, width: int
+) -> Tensor:
+    """As in ops.py: torch.library.register_autograd would take much longer, also where no gradient is wanted."""
+    if torch.is_grad_enabled() and (x.requires_grad or a.requires_grad):
+        return _apply_shrink(keyset, x, a, spans, index, width)
+    if _is_plain(keyset.raw_repr()):
+        return _shrink(x, a, spans, index, width)
+    return _below_autograd(shrink_op, _shrink, keyset, x, a, spans, index, width)
+
+
+def _linear_adapters_autograd(
+    keyset: DispatchKeySet,
+    x: Tensor,
+    parts: list[Tensor],
+    bias: Tensor | None,
+    key: str,
+    n: int,
+    k: int,
+    shrunk: Tensor,
+    b: Tensor,
+    table: Tensor,
+    scalings: Tensor,
+    index: Tensor | None,
+) -> Tensor:
+    learns = torch.is_grad_enabled() and (
+        x.requires_grad or shrunk.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)
+    )
+    if learns:
+        return _apply_linear(keyset, x, bias, key, n, k, *parts, shrunk, b, table, scalings, index)
+    arguments = (x, parts, bias, key, n, k, shrunk, b, table, scalings, index)
+    if _is_plain(keyset.raw_repr()):
+        return _linear_adapters(*arguments)
+    return _below_autograd(linear_adapters_op, _linear_adapters, keyset, *arguments)
 
 
 _library.impl("adapters_shrink", _shrink, "CompositeExplicitAutograd")
 _library.impl("linear_adapters", _linear_adapters, "CompositeExplicitAutograd")
+_library.impl("adapters_shrink", _shrink_autograd, "Autograd", with_keyset=True)
+_library.impl("linear_adapters", _linear_adapters_autograd, "Autograd", with_keyset=True)
 _library.impl("adapters_shrink_grad", _shrink_grad, "CompositeExplicitAutograd")
 _library.impl("adapters_expand_grad", _expand_grad, "CompositeExplicitAutograd")
 torch.library.register_fake("halfbyte::adapters_shrink", _shrink_fake, lib=_library)
@@ -276,10 +359,4 @@ torch.library.register_fake(
     "halfbyte::adapters_expand_grad",
     lambda grad, shrunk, b, table, scalings, index: (torch.empty_like(shrunk), torch.empty_like(b)),
     lib=_library,
-)
-torch.library.register_autograd(
-    "halfbyte::adapters_shrink", _shrink_backward, setup_context=_shrink_setup, lib=_library
-)
-torch.library.register_autograd(
-    "halfbyte::linear_adapters", _linear_adapters_backward, setup_context=_linear_adapters_setup, lib=_library
 )
