@@ -8,6 +8,7 @@ calls on any number of streams, in graphs or outside, share nothing but the weig
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache
 
@@ -18,7 +19,7 @@ from ..formats import BlockFormat, PackedWeight, RecordLayout
 from ..formats.codecs import AbsmaxScale, E8M0Scale, NestedScale
 from . import fallback, nvrtc
 from .launch import Launch, Launcher, part
-from .registry import Kernel, Problem, register
+from .registry import Configuration, Kernel, Problem, Settings, register
 
 STEM = "codebook_mma"
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100")  # it compiles for
@@ -159,17 +160,34 @@ def reason_against(problem: Problem) -> str | None:
     return nvrtc.missing()
 
 
-def _planned(problem: Problem) -> tuple[Config, Grid]:
+def _planned(problem: Problem, settings: Settings | None = None) -> tuple[Config, Grid]:
     """The configuration for a problem whose weight is aligned, on a card with an H200's multiprocessors."""
     format, k, arch = problem.format, problem.k, problem.arch
     m = max(1, min(problem.m, _chunk(arch)))
     side = not copies_fp32(format, k, arch)
-    return configure(format, problem.dtype, m, problem.n, k, arch, MULTIPROCESSORS, side=side)
+    return configure(format, problem.dtype, m, problem.n, k, arch, MULTIPROCESSORS, side=side, settings=settings)
 
 
-def describe(problem: Problem) -> str:
+def choices(problem: Problem) -> list[Configuration]:
+    """See registry.Kernel: `configurations` for its tuner. A unit costs 61 instructions of a warp beside its tiles."""
+    format, k, arch = problem.format, problem.k, problem.arch
+    m = max(1, min(problem.m, _chunk(arch)))
+    side = not copies_fp32(format, k, arch)
+    found = configurations(format, problem.dtype, m, problem.n, k, arch, MULTIPROCESSORS, side=side)
+    pieces = problem.n / 16 * k / UNIT
+    seconds = predicted_seconds(problem)
+
+    def predicted(config: Config) -> float:
+        """More than `predicted_seconds` by what fewer tiles a pass, and a whole multiprocessor to a block, cost."""
+        instructions = pieces * 61 * (1 / config.TILES - 1 / 8)
+        return seconds + instructions / (4 * MULTIPROCESSORS * 1.98e9) + (1e-6 if config.RESIDENT == 1 else 0)
+
+    return [Configuration(settings_of(config), predicted(config)) for config, _ in found]
+
+
+def describe(problem: Problem, settings: Settings | None = None) -> str:
     """The configuration for a problem, in words."""
-    config, grid = _planned(problem)
+    config, grid = _planned(problem, settings)
     passes = f"passes of {config.TILES} x 16 rows" + (f", the last of {config.LAST}" * (config.LAST < config.TILES))
     split = f", {config.SPLIT} of which share K" if config.SPLIT > 1 else ""
     return (
@@ -185,10 +203,12 @@ def _chunk(arch: str) -> int:
 
 
 def predicted_seconds(problem: Problem) -> float:
-    """Bytes at nine tenths of an H200's read rate, more for more rows of x, and what a launch costs."""
+    """Bytes at nine tenths of an H200's read rate and what a launch costs; beyond 8 rows of x, 16 at a third of it."""
     bits = 4 + 32 / problem.format.blocksize
-    rows = problem.m if problem.m <= 8 else 8 + 4 * (problem.m - 8)
-    return 3e-6 + problem.n * problem.k * bits / 8 / 4.1e12 * (1 + (rows - 1) / 50)
+    seconds = problem.n * problem.k * bits / 8 / 4.1e12
+    if problem.m <= 8:
+        return 3e-6 + seconds * (1 + (problem.m - 1) / 50)
+    return _ceil_div(problem.m, 16) * (3e-6 + 3 * seconds)
 
 
 def finer(format: BlockFormat, dtype: torch.dtype, n: int, strict: bool) -> bool:
@@ -242,17 +262,42 @@ def configure(
     multiprocessors: int,
     strict: bool = False,
     side: bool = False,
+    settings: Settings | None = None,
 ) -> tuple[Config, Grid]:
     """The configuration and the grid for the rows of x of one launch (`_chunk`), of a problem this kernel supports.
 
-    side: whether the scales cannot be copied as they are (see `copies_scales`).
+    side: whether the scales cannot be copied as they are (see `copies_scales`). settings: of the configuration that is
+    wanted, which gives way to the first where it does not fit here.
     """
+    found = list(configurations(format, dtype, m, n, k, arch, multiprocessors, strict, side))
+    if not found:
+        raise ValueError(f"{STEM}: no configuration fits the {room(arch, 1)} bytes of shared memory of {arch}")
+    return next((each for each in found if settings_of(each[0]) == settings), found[0])
+
+
+def settings_of(config: Config) -> Settings:
+    """What tuning chooses: neither decides an order of summation."""
+    return ("RESIDENT", config.RESIDENT), ("TILES", config.TILES)
+
+
+def configurations(
+    format: BlockFormat,
+    dtype: torch.dtype,
+    m: int,
+    n: int,
+    k: int,
+    arch: str,
+    multiprocessors: int,
+    strict: bool = False,
+    side: bool = False,
+) -> Iterator[tuple[Config, Grid]]:
+    """All that `configure` may choose, the better first."""
     terms = 2 if finer(format, dtype, n, strict) else 1
     split = best_split(n, k, arch, multiprocessors)
     block = min(format.blocksize, UNIT)
     slab = _ceil_div(_ceil_div(n, 16), multiprocessors // split)
     for resident, most in _sizes(arch, m, slab, block, dtype, terms):
-        for limit in range(most, 0, -1):
+        for limit in range(min(most, slab), 0, -1):
             tiles, last, grid = cut(n, k, limit, split, multiprocessors)
             config = Config(
                 TILES=tiles,
@@ -272,8 +317,7 @@ def configure(
             )
             config = with_stages(config, room(arch, resident))
             if config.shared_bytes <= room(arch, resident) and (config.STAGES > TEAMS or limit == 1):
-                return config, grid
-    raise ValueError(f"{STEM}: no configuration fits the {room(arch, 1)} bytes of shared memory of {arch}")
+                yield config, grid
 
 
 def room(arch: str, resident: int) -> int:
@@ -387,13 +431,17 @@ def device_of(index: int) -> tuple[str, int]:
     return f"sm_{capability[0]}{capability[1]}{suffix}", properties.multi_processor_count
 
 
-def bind(weight: PackedWeight, dtype: torch.dtype, m: int, strict: bool = False) -> Launch:
-    """Compile or find the kernel for a weight on a GPU and m rows of x, at most `_chunk`; not inside graph capture."""
+def bind(weight: PackedWeight, dtype: torch.dtype, m: int, variant: bool | Settings = False) -> Launch:
+    """Compile or find the kernel for a weight on a GPU and m rows of x, at most `_chunk`; not inside graph capture.
+
+    variant: whether strict; or settings.
+    """
+    strict, settings = (False, variant) if isinstance(variant, tuple) else (variant, None)
     device = weight.device.index
     arch, multiprocessors = device_of(device)
     n, k = weight.shape
     side = not copies_scales(weight, arch)
-    config, grid = configure(weight.format, dtype, m, n, k, arch, multiprocessors, strict, side)
+    config, grid = configure(weight.format, dtype, m, n, k, arch, multiprocessors, strict, side, settings)
     return Launch(
         nvrtc.load(STEM, arch, asdict(config), device, config.shared_bytes),
         _arguments(weight, config, grid, arch),
@@ -413,15 +461,22 @@ def launcher_of(weight: PackedWeight) -> Launcher | None:
     return launcher if launcher.readable and launcher.addresses[0] % ALIGNMENT == 0 else None
 
 
-def launch_for(weight: PackedWeight, dtype: torch.dtype, m: int) -> Launch | None:
+def launch_for(weight: PackedWeight, dtype: torch.dtype, m: int, settings: Settings | None = None) -> Launch | None:
     """See registry.Kernel."""
     launcher = launcher_of(weight)
     if launcher is None or m > _chunk(device_of(launcher.index)[0]):
         return None
-    return launcher.get(bind, weight, dtype, m, False)
+    return launcher.get(bind, weight, dtype, m, settings or False)
 
 
-def run(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, strict: bool = False) -> None:
+def run(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    out: Tensor,
+    strict: bool = False,
+    settings: Settings | None = None,
+) -> None:
     """See registry.Run. Weights at odd addresses (views that are not 16-byte aligned) go to the fallback."""
     launcher = launcher_of(weight)
     if launcher is None:
@@ -436,7 +491,7 @@ def run(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, stric
     chunk = _chunk(device_of(launcher.index)[0])
     for first in range(0, m, chunk):
         rows = slice(first, min(m, first + chunk))
-        launch = launcher.get(bind, weight, x.dtype, rows.stop - rows.start, strict)
+        launch = launcher.get(bind, weight, x.dtype, rows.stop - rows.start, strict or settings or False)
         launch(part(x, rows), bias, part(out, rows), stream, early or first > 0)
 
 
@@ -451,6 +506,7 @@ register(
         batch_invariant_to=MAX_M,
         describe=describe,
         launch=launch_for,
+        configurations=choices,
     )
 )
 

@@ -1,4 +1,4 @@
-"""Launcher of cuda/codebook_wgmma.cu: 9 to 64 rows of x times a 4-bit codebook weight, on sm_90a.
+"""Launcher of cuda/codebook_wgmma.cu: 9 to 128 rows of x times a 4-bit codebook weight, on sm_90a.
 
 A call lays x out for the tensor cores (cuda/codebook_wgmma_x.cu), in memory of PyTorch's allocator, then multiplies;
 the second kernel fetches weights while the first is at work. Rows of x have the bits that codebook_mma gives them: K is
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from math import ceil
 
@@ -20,15 +20,17 @@ from ..formats import BlockFormat, PackedWeight
 from . import codebook_mma as mma
 from . import fallback, nvrtc
 from .launch import Launch, Launcher, part
-from .registry import Kernel, Problem, register
+from .registry import Configuration, Kernel, Problem, Settings, register
 
 STEM, IMAGE_STEM = "codebook_wgmma", "codebook_wgmma_x"
 ARCH = "sm_90a"
-MIN_M, MAX_M, CHUNK = 9, 64, 32  # rows of x: that this kernel is for, and of one launch
+MIN_M, MAX_M, CHUNK = 9, 128, 32  # rows of x: that this kernel is for, and of one launch
 UNIT, TEAM = mma.UNIT, mma.TEAM
 TABLE_BYTES = 32768
 ROOM = (227 << 10) - 1024  # dynamic shared memory; the table begins 1024 bytes in
-REGISTERS = {2: (96, 160), 3: (40, 152), 4: (32, 112)}  # of threads that copy, and that multiply, by warpgroups
+# registers of threads that copy, and of those that multiply, by warpgroups; they share what all begin with
+REGISTERS = {2: (96, 200), 3: (80, 144), 4: (64, 104)}
+MOST_SUMS = (32, 112)  # where four warpgroups keep 64 sums a thread
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Config:
     def shared_bytes(self) -> int:
         """Dynamic shared memory: table, ring, sums of pieces, sums passed between warpgroups, nested map, barriers."""
         stage_blocks = TEAM * UNIT // self.BLOCK
-        unscale = 16 * self.COLUMNS if self.X_TYPE == 1 else 0
+        unscale = 16 * self.COLUMNS + 16 if self.X_TYPE == 1 else 0
         slot = self.rows * (128 + 4 * stage_blocks) + 512 * self.COLUMNS + unscale
         pieces = 4 * self.RANKS // self.CLUSTER
         sums = self.rows * self.COLUMNS * 4 * ((pieces if pieces <= 2 else pieces // 4) + self.UNIT_GROUPS - 1)
@@ -99,7 +101,7 @@ def reason_against(problem: Problem) -> str | None:
         return "multiplies fp16 and bf16 activations, got fp32"
     if mma.finer(problem.format, problem.dtype, problem.n, strict=False):
         return f"has one table; fp16 outputs of fewer than {mma.FEW_ROWS} rows of W take codebook_mma's finer one"
-    return mma.reason_against(problem)
+    return mma.reason_against(replace(problem, m=1))
 
 
 def columns(m: int) -> int:
@@ -107,15 +109,25 @@ def columns(m: int) -> int:
     return 16 if m <= 16 else 32
 
 
+# weights that a multiprocessor decodes and multiplies in a clock, for 16 and for 32 rows of x, by (ROW_GROUPS,
+# UNIT_GROUPS): from times on an H200
+RATES = {(4, 1): (24, 19), (3, 1): (23, 19), (2, 2): (21, 16), (2, 1): (18, 14), (1, 4): (16, 11.5), (1, 2): (15, 11)}
+
+
+def clusters_at_once(size: int, multiprocessors: int) -> int:
+    """Clusters of so many blocks, a block a multiprocessor, that a GPU runs at a time.
+
+    An H200's 132 multiprocessors run 66 of two, 30 of four and 15 of eight: larger ones do not fill its processing
+    clusters.
+    """
+    return multiprocessors // size if size <= 2 else multiprocessors * 10 // 11 // size
+
+
 def predicted_clocks(config: Config, n: int, k: int, multiprocessors: int) -> float:
-    """Clocks of a launch: what the busiest multiprocessor decodes or brings in, and what its passes cost beside."""
-    clusters = multiprocessors // config.CLUSTER if config.CLUSTER < 4 else multiprocessors // 16 * 16 // config.CLUSTER
-    passes = ceil(ceil(n / config.rows) / clusters)
-    share = k / config.CLUSTER
-    decoded = config.rows * share / 26
-    brought = (0.5625 * config.rows + 2 * config.COLUMNS) * share / 30
-    summed = 4 * config.rows * config.COLUMNS / 64 * (4 * config.RANKS / config.CLUSTER + 2) / 4
-    return passes * (max(decoded, brought) + summed + 500) + 3000 + 1500 * (config.CLUSTER > 1)
+    """Clocks of a launch: what the busiest multiprocessor does, pass after pass, and what passes and launches cost."""
+    passes = ceil(ceil(n / config.rows) / clusters_at_once(config.CLUSTER, multiprocessors))
+    rate = RATES[config.ROW_GROUPS, config.UNIT_GROUPS][config.COLUMNS > 16]
+    return passes * (config.rows * k / config.CLUSTER / rate + 2000) + 8000 + 1500 * (config.CLUSTER > 1)
 
 
 def configurations(
@@ -129,6 +141,10 @@ def configurations(
             if cluster > 4 * ranks:
                 continue
             producer, consumer = REGISTERS[row_groups * unit_groups]
+            if row_groups == 4 and columns(m) == 32:
+                if side:
+                    continue  # too few registers are left for decoding scales
+                producer, consumer = MOST_SUMS
             for stages in (8, 7, 6, 5, 4, 3, 2):
                 config = Config(
                     ROW_GROUPS=row_groups,
@@ -153,18 +169,46 @@ def configurations(
 
 @lru_cache(maxsize=4096)
 def configure(
-    format: BlockFormat, dtype: torch.dtype, m: int, n: int, k: int, multiprocessors: int, side: bool
+    format: BlockFormat,
+    dtype: torch.dtype,
+    m: int,
+    n: int,
+    k: int,
+    multiprocessors: int,
+    side: bool,
+    settings: Settings | None = None,
 ) -> Config:
-    """The configuration with the fewest predicted clocks for m rows of x, at most CHUNK."""
-    found = configurations(format, dtype, m, n, k, multiprocessors, side)
-    return min(found, key=lambda config: predicted_clocks(config, n, k, multiprocessors))
+    """The configuration with these settings for m rows of x, at most CHUNK; else that with the fewest predicted clocks.
+
+    Settings that do not fit here (other multiprocessors, scales that cannot be copied) give way.
+    """
+    found = list(configurations(format, dtype, m, n, k, multiprocessors, side))
+    chosen = [config for config in found if _settings(config) == settings]
+    return min(chosen or found, key=lambda config: predicted_clocks(config, n, k, multiprocessors))
 
 
-def describe(problem: Problem) -> str:
+def _settings(config: Config) -> Settings:
+    return tuple((name, getattr(config, name)) for name in ("CLUSTER", "ROW_GROUPS", "UNIT_GROUPS"))
+
+
+def choices(problem: Problem) -> list[Configuration]:
+    """See registry.Kernel: `configurations` for its tuner."""
+    n, k, m = problem.n, problem.k, min(problem.m, CHUNK)
+    side = not mma.copies_fp32(problem.format, k, ARCH)
+    found = configurations(problem.format, problem.dtype, m, n, k, mma.MULTIPROCESSORS, side)
+    chunks = ceil(problem.m / CHUNK)
+    listed = [
+        Configuration(_settings(config), chunks * predicted_clocks(config, n, k, mma.MULTIPROCESSORS) / 1.98e9)
+        for config in found
+    ]
+    return sorted(listed, key=lambda each: each.seconds)
+
+
+def describe(problem: Problem, settings: Settings | None = None) -> str:
     """The configuration for a problem, in words."""
     format, m = problem.format, min(problem.m, CHUNK)
     side = not mma.copies_fp32(format, problem.k, ARCH)
-    config = configure(format, problem.dtype, m, problem.n, problem.k, mma.MULTIPROCESSORS, side)
+    config = configure(format, problem.dtype, m, problem.n, problem.k, mma.MULTIPROCESSORS, side, settings)
     split = f"clusters of {config.CLUSTER} blocks that share K, " if config.CLUSTER > 1 else ""
     return (
         f"{split}tiles of {config.rows} rows for {config.COLUMNS} rows of x, "
@@ -175,36 +219,33 @@ def describe(problem: Problem) -> str:
 
 def predicted_seconds(problem: Problem) -> float:
     """By `predicted_clocks` at an H200's 1.98 GHz, for as many launches as there are chunks of x."""
-    format, m = problem.format, min(problem.m, CHUNK)
-    side = not mma.copies_fp32(format, problem.k, ARCH)
-    config = configure(format, problem.dtype, m, problem.n, problem.k, mma.MULTIPROCESSORS, side)
-    clocks = predicted_clocks(config, problem.n, problem.k, mma.MULTIPROCESSORS)
-    return ceil(problem.m / CHUNK) * clocks / 1.98e9
+    return choices(problem)[0].seconds
 
 
-def bind(weight: PackedWeight, dtype: torch.dtype, m: int, variant: object = None) -> Launch:
+def bind(weight: PackedWeight, dtype: torch.dtype, m: int, variant: str | Settings | None = None) -> Launch:
     """Compile or find the kernel for a weight on a GPU and m rows of x, at most CHUNK; not inside graph capture.
 
-    variant: None for the multiply, IMAGE_STEM for laying x out.
+    variant: IMAGE_STEM for laying x out; else settings of the multiply, or None.
     """
     device = weight.device.index
     multiprocessors = mma.device_of(device)[1]
     n, k = weight.shape
     side = not mma.copies_scales(weight, ARCH)
-    config = configure(weight.format, dtype, m, n, k, multiprocessors, side)
+    settings = variant if isinstance(variant, tuple) else None
+    config = configure(weight.format, dtype, m, n, k, multiprocessors, side, settings)
     if variant == IMAGE_STEM:
-        return launch_image(config, k, device)
-    return launch_multiply(weight, config, device, multiprocessors)
+        return launch_image(config, k, device, multiprocessors)
+    return launch(weight, config, device, multiprocessors)
 
 
-def launch_image(config: Config, k: int, device: int) -> Launch:
+def launch_image(config: Config, k: int, device: int, multiprocessors: int) -> Launch:
     """The kernel that lays x out."""
     macros = {name: getattr(config, name) for name in ("COLUMNS", "BLOCK", "X_TYPE", "OVERLAP")}
     return Launch(
         nvrtc.load(IMAGE_STEM, ARCH, macros, device, 0),
         (_Problem(k=k),),
-        blocks=stages_of(k),
-        threads=256,
+        blocks=min(multiprocessors, TEAM * stages_of(k)),
+        threads=64,
         shared_bytes=0,
         early=True,
         alignment=mma.ALIGNMENT,
@@ -213,15 +254,15 @@ def launch_image(config: Config, k: int, device: int) -> Launch:
     )
 
 
-def launch_multiply(weight: PackedWeight, config: Config, device: int, multiprocessors: int) -> Launch:
-    """The kernel that multiplies."""
+def launch(weight: PackedWeight, config: Config, device: int, multiprocessors: int) -> Launch:
+    """The kernel in one configuration, bound to a weight."""
     n, k = weight.shape
     maps = _Maps(codes=mma.tensor_map(weight.codes, n, k // 2, config.rows, 128))
     if not config.SCALE_SIDE:
         blocks = TEAM * UNIT // config.BLOCK
         maps.scales = mma.tensor_map(weight.parts["absmax"], n, k // config.BLOCK, config.rows, blocks)
     units = mma.cut(n, k, 1, config.RANKS, multiprocessors)[2].units
-    clusters = min(ceil(n / config.rows), max(1, multiprocessors // config.CLUSTER))
+    clusters = min(ceil(n / config.rows), max(1, clusters_at_once(config.CLUSTER, multiprocessors)))
     return Launch(
         nvrtc.load(STEM, ARCH, asdict(config), device, config.shared_bytes),
         (maps, mma.codebook_of(weight.format.codebook, 1), mma.scales_of(weight), _Problem(n=n, k=k, units=units)),
@@ -240,41 +281,42 @@ def stages_of(k: int) -> int:
     return ceil(k / (TEAM * UNIT))
 
 
-def image_for(x: Tensor, k: int) -> Tensor:
+def image_for(x: Tensor) -> Tensor:
     """Memory for the image of x [m, k]; it has m rows so that a launch finds m in its shape."""
-    m = x.shape[0]
-    size = stages_of(k) * columns(m) * (512 + 16)
-    return torch.empty((m, ceil(size / m)), dtype=torch.uint8, device=x.device)
+    m, k = x.shape
+    size = stages_of(k) * (columns(m) * (512 + 16) + 16)
+    return torch.empty((m, ceil(size / m / 16) * 16), dtype=torch.uint8, device=x.device)
 
 
-def run(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor) -> None:
+def run(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, settings: Settings | None = None) -> None:
     """See registry.Run. Weights at odd addresses (views that are not 16-byte aligned) go to the fallback."""
     launcher = Launcher.of(STEM, weight)
     if not launcher.readable or launcher.addresses[0] % mma.ALIGNMENT:
         fallback.run(x, weight, bias, out)
         return
-    m, k = x.shape
     if (x.data_ptr() | x.stride(0) * x.element_size()) % mma.ALIGNMENT or x.stride(1) != 1:
         x = x.clone(memory_format=torch.contiguous_format)
     stream = launcher.stream()
     early = launcher.settled(stream)
-    for first in range(0, m, CHUNK):
-        rows = slice(first, min(m, first + CHUNK))
-        these, outputs = part(x, rows), part(out, rows)
-        image = image_for(these, k)
+    for first in range(0, x.shape[0], CHUNK):
+        rows = slice(first, min(x.shape[0], first + CHUNK))
+        these = part(x, rows)
+        image = image_for(these)
         launcher.get(bind, weight, x.dtype, these.shape[0], IMAGE_STEM)(these, None, image, stream, True)
-        launcher.get(bind, weight, x.dtype, these.shape[0])(image, bias, outputs, stream, early or first > 0)
+        multiply = launcher.get(bind, weight, x.dtype, these.shape[0], settings)
+        multiply(image, bias, part(out, rows), stream, early or first > 0)
 
 
 register(
     Kernel(
         name=STEM,
         backend="cuda",
-        about="Hopper's tensor cores on 4-bit codebook weights in place, for 9 to 64 rows of x",
+        about="Hopper's tensor cores on 4-bit codebook weights in place, for 9 to 128 rows of x",
         supports=reason_against,
         cost=predicted_seconds,
         run=run,
         batch_invariant_to=MAX_M,
         describe=describe,
+        configurations=choices,
     )
 )

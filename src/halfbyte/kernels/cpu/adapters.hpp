@@ -39,21 +39,16 @@ inline void shrink_task(const Adapters &job, int64_t segment, int64_t from, int6
     }
 }
 
-// An adapter's B for some outputs, [rank][EXPAND_COLUMNS]: lanes along the outputs, so that no sum crosses lanes.
+// An adapter's B for some outputs, [rank][EXPAND_COLUMNS]: lanes along the outputs, so that no sum crosses lanes. Behind
+// it, B as fp32.
 inline void turn(const HbExpand &e, const int32_t *entry, int64_t first, int64_t count, float *turned) {
-    const int64_t rank = entry[1], stride = entry[3];
-    const int64_t start = entry[2] * e.n + first * stride;
-    if (count < EXPAND_COLUMNS) std::memset(turned, 0, rank * EXPAND_COLUMNS * 4);
-    if (e.b_dtype == HB_BF16) {
-        const uint8_t *from = bytes(e.b) + start * 2;
-        for (int64_t i = 0; i < count; ++i)
-            for (int64_t j = 0; j < rank; ++j)
-                turned[j * EXPAND_COLUMNS + i] = bf16_to_float(read<uint16_t>(from + (i * stride + j) * 2));
-        return;
-    }
-    for (int64_t i = 0; i < count; ++i)
-        for (int64_t j = 0; j < rank; ++j)
-            turned[j * EXPAND_COLUMNS + i] = load_float(e.b, start + i * stride + j, e.b_dtype);
+    const int64_t rank = entry[1], stride = entry[3], whole = EXPAND_COLUMNS * stride;
+    float *wide = turned + rank * EXPAND_COLUMNS;
+    widen_row(e.b, entry[2] * e.n + first * stride, e.b_dtype, count * stride, whole, wide);
+    for (int64_t j = 0; j < rank; ++j)
+        for (int v = 0; v < COLUMN_VECTORS; ++v)
+            Simd::store(turned + j * EXPAND_COLUMNS + v * Simd::LANES,
+                        Simd::strided(wide + v * Simd::LANES * stride + j, int32_t(stride)));
 }
 
 inline void expand_row(const HbExpand &e, int64_t row, const int32_t *entry, float scaling, int64_t first,
@@ -77,7 +72,7 @@ inline void expand_row(const HbExpand &e, int64_t row, const int32_t *entry, flo
     if (to == whole) std::memcpy(e.out + row * e.n + first, whole, count * 4);
 }
 
-// scratch: the bias and one adapter's turned B.
+// scratch: the bias, and one adapter's B twice.
 inline void expand_task(const Adapters &job, int64_t task, float *scratch) {
     const HbExpand &e = *job.expand;
     const int64_t first = task * EXPAND_COLUMNS, count = smaller(EXPAND_COLUMNS, e.n - first);

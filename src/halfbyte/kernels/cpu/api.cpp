@@ -268,7 +268,7 @@ HB_EXPORT int32_t hb_expand(int32_t isa, const HbExpand *call) {
             if (column < 0 || rank < 0 || first < 0 || stride < rank || column + rank > e.width ||
                 (first + stride) * e.n > e.elements_of_b)
                 return 3;
-            most = std::max(most, rank);
+            most = std::max(most, rank + stride);
             work += e.n * rank * (each.end - each.begin + 8);
         }
         const int64_t count = order.segments.size();

@@ -25,6 +25,10 @@ struct Simd {
     static HB_INLINE F load(const float *from) { return _mm256_loadu_ps(from); }
     static HB_INLINE void store(float *to, F value) { _mm256_storeu_ps(to, value); }
     static HB_INLINE F set(float value) { return _mm256_set1_ps(value); }
+    static HB_INLINE F strided(const float *from, int32_t stride) {
+        const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+        return _mm256_i32gather_ps(from, _mm256_mullo_epi32(lanes, _mm256_set1_epi32(stride)), 4);
+    }
     static HB_INLINE F mul_add(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
     static HB_INLINE F fused(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
     static HB_INLINE float sum(F v) {

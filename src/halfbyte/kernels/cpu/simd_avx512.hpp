@@ -21,6 +21,10 @@ struct Simd {
     static HB_INLINE F load(const float *from) { return _mm512_loadu_ps(from); }
     static HB_INLINE void store(float *to, F value) { _mm512_storeu_ps(to, value); }
     static HB_INLINE F set(float value) { return _mm512_set1_ps(value); }
+    static HB_INLINE F strided(const float *from, int32_t stride) {
+        const Index lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        return _mm512_i32gather_ps(_mm512_mullo_epi32(lanes, _mm512_set1_epi32(stride)), from, 4);
+    }
     static HB_INLINE F mul_add(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
     static HB_INLINE F fused(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
     static HB_INLINE float sum(F v) {

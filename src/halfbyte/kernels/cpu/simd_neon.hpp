@@ -26,6 +26,10 @@ struct Simd {
     static HB_INLINE F load(const float *from) { return vld1q_f32(from); }
     static HB_INLINE void store(float *to, F value) { vst1q_f32(to, value); }
     static HB_INLINE F set(float value) { return vdupq_n_f32(value); }
+    static HB_INLINE F strided(const float *from, int32_t stride) {
+        const F value = {from[0], from[stride], from[2 * stride], from[3 * stride]};
+        return value;
+    }
     static HB_INLINE F mul_add(F a, F b, F c) { return vfmaq_f32(c, a, b); }
     static HB_INLINE F fused(F a, F b, F c) { return vfmaq_f32(c, a, b); }
     static HB_INLINE float sum(F v) { return vaddvq_f32(v); }

@@ -27,6 +27,11 @@ struct Simd {
     static HB_INLINE F load(const float *from) { return read<F>(from); }
     static HB_INLINE void store(float *to, F value) { std::memcpy(to, &value, sizeof value); }
     static HB_INLINE F set(float value) { return value - F{}; }
+    static HB_INLINE F strided(const float *from, int32_t stride) {
+        F out;
+        for (int i = 0; i < LANES; ++i) out[i] = from[i * stride];
+        return out;
+    }
     static HB_INLINE F mul_add(F a, F b, F c) { return a * b + c; }
     // One rounding even without FMA: the product is exact in double.
     static HB_INLINE F fused(F a, F b, F c) {

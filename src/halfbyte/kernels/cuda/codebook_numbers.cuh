@@ -29,8 +29,10 @@ DEVICE u32 scaled_bf16x2(u32 raw, u32 scale) {
     return pack_half2(__uint_as_float(scaled << 16), __uint_as_float(scaled & 0xFFFF0000u));
 }
 
-// The power of two that brings the largest of a row's elements in a unit to 2^14, and its inverse, as bits of fp32. `top` is
-// the largest magnitude that this lane has seen, as bits of fp32; the row is spread over `LANES` lanes.
+// A power of two for a row's elements in a unit, and its inverse, as bits of fp32. `top` is the largest magnitude that this
+// lane has seen, as bits of fp32; the row is spread over `LANES` lanes. fp32 x: the largest element comes to 2^14. bf16 x: to
+// between 2^-9 and 2^15, in steps of 2^24, so that it is 1 for nearly all activations; of bf16's 8 bits some are lost below
+// 2^-17, which is at most 2^-16 of the largest.
 struct PowerOfTwo {
     u32 scale, inverse;
 };
@@ -42,7 +44,9 @@ DEVICE PowerOfTwo power_for(u32 top) {
 #pragma unroll
         for (int step = LANES / 2; step > 0; step /= 2) top = max(top, __shfl_xor_sync(~0u, top, step));
     const u32 exponent = max(top >> 23, 15u);
-    return {(268u - exponent) << 23, (exponent - 14u) << 23};
+    if (X_TYPE == 2) return {(268u - exponent) << 23, (exponent - 14u) << 23};
+    const u32 steps = top == 0 ? 5 : (261u - exponent) / 24;    // 5 where nothing needs to be done
+    return {(7u + 24u * steps) << 23, (247u - 24u * steps) << 23};
 }
 
 DEVICE u32 magnitude(u32 top, u32 word) {    // the larger of `top` and the elements of a word of x

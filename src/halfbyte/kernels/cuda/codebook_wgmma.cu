@@ -1,4 +1,4 @@
-// out[M, N] = x[M, K] * W[N, K]^T for 9 to 64 rows of x on sm_90a, W a 4-bit codebook weight read where the checkpoint left it.
+// out[M, N] = x[M, K] * W[N, K]^T for 9 rows of x and more on sm_90a, W a 4-bit codebook weight read where the checkpoint left it.
 //
 // A block takes tiles of ROWS rows of W, a cluster of CLUSTER blocks shares K. One thread copies a stage after another into a
 // ring of STAGES slots: 256 weights a row of codes, their fp32 scales (side warps write them where they need decoding), and
@@ -39,6 +39,9 @@
 #define PIECES (4 * RANKS / CLUSTER)             // of K that a block has
 #define ENTRIES (PIECES <= 2 ? PIECES : PIECES / 4)    // sums it keeps: a piece's, or a rank's where it has whole ranks
 #define SIDE_WARPS 2
+#define EARLY (CODE_BYTES >= 16384 ? 2 : 4)      // slots whose weights are sent for before x is there
+// whether registers hold the fragments of two units, so that one is decoded while the other is multiplied
+#define AHEAD (UNITS * COLUMNS / 2 + WIDTH / 2 + 32 + 24 <= CONSUMER_REGISTERS)
 
 #define TABLE_AT 1024                            // where a block's own shared memory begins, as the table's addresses have it
 #define TABLE_BYTES 32768
@@ -46,7 +49,7 @@
 #define X_SLOT (COLUMNS * 512)
 #define SCALE_PITCH (4 * STAGE_BLOCKS)
 #define SCALE_BYTES (ROWS * SCALE_PITCH)
-#define UNSCALE_BYTES (X_TYPE == 1 ? COLUMNS * 16 : 0)
+#define UNSCALE_BYTES (X_TYPE == 1 ? COLUMNS * 16 + 16 : 0)
 #define SUM_BYTES (ROWS * COLUMNS * 4)
 #define CODES_AT TABLE_BYTES
 #define X_AT (CODES_AT + STAGES * CODE_BYTES)
@@ -92,7 +95,7 @@ struct Scales {
 };
 
 struct Problem {
-    const u8* x;            // its image: COLUMNS * 512 bytes a stage, then (X_TYPE 1) what undoes the scaling, COLUMNS * 16 a stage
+    const u8* x;            // its image: COLUMNS * 512 bytes a stage, then (X_TYPE 1) what undoes its scaling, COLUMNS * 16 + 16 a stage
     const void* bias;       // of x's type or fp32, or null
     void* out;
     long long x_stride;     // nobody's: the image has no rows
@@ -197,20 +200,27 @@ DEVICE void copy_x(const Problem& p, const Walk& walk, u32 base, u32 slot) {
     if (X_TYPE == 1) bulk_copy(p.x + (u64)stages * X_SLOT + stage * UNSCALE_BYTES, base + UNSCALE_AT + slot * UNSCALE_BYTES, UNSCALE_BYTES, full);
 }
 
-// Weights of the first slots are sent for while the previous kernels end, x when it is there.
-DEVICE void copy_all(const Maps& maps, const Problem& p, u32 base, int tile, int rank) {
-    Walk weights(p, tile, rank), x = weights;
-    Place place = {0, 0};
-    u32 ahead = 0;
-    for (; ahead < STAGES && !weights.done(p); ++ahead, weights.step(p, rank)) copy_weight(maps, weights, base, ahead);
-    previous_kernel_done();
-    for (u32 slot = 0; slot < ahead; ++slot, x.step(p, rank)) copy_x(p, x, base, slot);
-    for (; !weights.done(p); weights.step(p, rank), place.step()) {
-        barrier_wait(base + BARRIERS_AT + SLOT_FULL(place.slot) + 8, place.turn);
-        copy_weight(maps, weights, base, place.slot);
-        copy_x(p, weights, base, place.slot);
+// Weights of the first slots are sent for while the previous kernels end, x when it is there: not of all slots, as x would
+// wait behind them.
+struct Copies {
+    Walk weights, x;
+    u32 ahead;
+
+    METHOD Copies(const Problem& p, int tile, int rank) : weights(p, tile, rank), x(weights), ahead(0) {}
+
+    METHOD void first(const Maps& maps, const Problem& p, u32 base, int rank, u32 most) {
+        for (; ahead < most && !weights.done(p); ++ahead, weights.step(p, rank)) copy_weight(maps, weights, base, ahead);
     }
-}
+    METHOD void rest(const Maps& maps, const Problem& p, u32 base, int rank) {
+        for (u32 slot = 0; slot < ahead; ++slot, x.step(p, rank)) copy_x(p, x, base, slot);
+        Place place = {ahead % STAGES, 1u ^ ahead / STAGES};
+        for (; !weights.done(p); weights.step(p, rank), place.step()) {
+            barrier_wait(base + BARRIERS_AT + SLOT_FULL(place.slot) + 8, place.turn);
+            copy_weight(maps, weights, base, place.slot);
+            copy_x(p, weights, base, place.slot);
+        }
+    }
+};
 
 // ---- side warps
 
@@ -259,68 +269,113 @@ DEVICE void bring_scales(const Scales& scales, const Problem& p, u32 base, int t
 
 // ---- the multiplying warpgroups
 
-// A warpgroup's products of its units of a stage, added to their chains.
+// What a warpgroup does with a unit of a stage.
 struct Multiplier {
-    u32 codes, scales, unscale, bank;    // addresses of this thread, from which a slot's are counted
-    u32 x;
+    u32 codes, own_scales, bank;    // addresses of this thread, from which a slot's are counted
+    u32 base;
     int unit0;
 
-    METHOD Multiplier(u32 base, int row_group, int unit_group, int thread) : unit0(unit_group * UNITS) {
+    METHOD Multiplier(u32 base, int row_group, int unit_group, int thread) : base(base), unit0(UNIT_GROUPS == 1 ? 0 : __shfl_sync(~0u, unit_group * UNITS, 0)) {    // which the compiler then knows to be a warp's
         const int warp = thread >> 5 & 3, lane = thread & 31, q = lane & 3, row = 64 * row_group + 16 * warp + row_of(lane >> 2);
         codes = base + CODES_AT + row * 128 + (BLOCK == 64 ? (q & 1) * 8 : q * 4) + (((BLOCK == 64 ? q >> 1 : 0) ^ row & 7) << 4);
-        scales = base + SCALES_AT + row * SCALE_PITCH;
-        unscale = base + UNSCALE_AT + q * 8;
-        x = base + X_AT;
+        own_scales = base + SCALES_AT + row * SCALE_PITCH;
         bank = base - TABLE_AT + lane * 4;
     }
 
-    METHOD void unit(u32 slot, int u, float (&chain)[HALVES][WIDTH / 2]) const {
-        u32 word[2][2], a[4][4], scale[SUBS][2];
+    // Its A fragments.
+    METHOD void weights(u32 slot, int u, u32 (&a)[4][4]) const {
+        u32 word[2][2];
         load_codes((codes ^ (2 * (unit0 + u)) << 4) + slot * CODE_BYTES, word);
 #pragma unroll
         for (int step = 0; step < 4; ++step) decode<TABLE_AT>(word, step, bank, a[step]);
-        const u32 row = lane_row();
+    }
+
+    METHOD void start(u32 slot, int u, int half, int sub, const u32 (&a)[4][4], float (&sum)[WIDTH / 2]) const {
+        const u64 b = descriptor(base + X_AT + slot * X_SLOT + ((unit0 + u) * COLUMNS + half * WIDTH) * 128);
+        wgmma_fence();
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
+        for (int step = sub * 4 / SUBS; step < (sub + 1) * 4 / SUBS; ++step) wgmma(sum, a[step], b + 2 * step, step > sub * 4 / SUBS);
+        wgmma_commit();
+    }
+
+    METHOD u32 scales() const {    // worked out anew where registers are few
+        if (HALVES == 1) return own_scales;
+        const int thread = this_thread();
+        return base + SCALES_AT + (64 * (thread / 128 / UNIT_GROUPS) + 16 * (thread >> 5 & 3) + row_of(thread >> 2 & 7)) * SCALE_PITCH;
+    }
+
+    // The scales of this thread's two rows in a scale block.
+    METHOD void load_scale(u32 slot, int u, int sub, float (&scale)[2]) const {
+        const int block = (unit0 + u) * SUBS + sub;
+        const int row = SUBS == 1 ? 0 : row_of(this_thread() >> 2 & 7);    // of eight: all that swizzling looks at
+        const u32 at = scales() + slot * SCALE_BYTES + scale_chunk(row, block >> 2) - row * SCALE_PITCH + (block & 3) * 4;
 #pragma unroll
-            for (int b = 0; b < SUBS; ++b) {
-                const int block = (unit0 + u) * SUBS + b;
-                scale[b][h] = lds32(scales + slot * SCALE_BYTES + h * 8 * SCALE_PITCH + (scale_chunk(row, block >> 2) - row * SCALE_PITCH) + (block & 3) * 4);
-            }
+        for (int h = 0; h < 2; ++h) scale[h] = __uint_as_float(lds32(at + h * 8 * SCALE_PITCH));
+    }
+
+    // The sums of a scale block, added to a chain. SCALED: whether a row of x was.
+    template <bool SCALED>
+    METHOD void add(u32 slot, int u, int half, const float (&scale)[2], const float (&sum)[WIDTH / 2], float (&chain)[WIDTH / 2]) const {
+        const u32 undo = base + UNSCALE_AT + (this_thread() & 3) * 8 + slot * UNSCALE_BYTES + ((unit0 + u) * COLUMNS + half * WIDTH) * 4;
 #pragma unroll
-        for (int half = 0; half < HALVES; ++half) {
-            const u64 b = descriptor(x + slot * X_SLOT + ((unit0 + u) * COLUMNS + half * WIDTH) * 128);
-            const u32 undo = unscale + slot * UNSCALE_BYTES + ((unit0 + u) * COLUMNS + half * WIDTH) * 4;
+        for (int j = 0; j < WIDTH / 8; ++j) {
+            u32 back[2];
+            if (SCALED) lds64(undo + 32 * j, back[0], back[1]);
 #pragma unroll
-            for (int sub = 0; sub < SUBS; ++sub) {
-                float sum[WIDTH / 2];
-                wgmma_fence();
-#pragma unroll
-                for (int step = 0; step < 4 / SUBS; ++step) wgmma(sum, a[sub * 2 + step], b + 2 * (sub * 2 + step), step > 0);
-                wgmma_commit();
-                wgmma_wait<0>();
-#pragma unroll
-                for (int j = 0; j < WIDTH / 8; ++j) {
-                    u32 back[2] = {0x3F800000u, 0x3F800000u};
-                    if (X_TYPE == 1) lds64(undo + 32 * j, back[0], back[1]);
-#pragma unroll
-                    for (int c = 0; c < 4; ++c) {
-                        const float factor = X_TYPE == 1 ? __uint_as_float(scale[sub][c >> 1]) * __uint_as_float(back[c & 1]) : __uint_as_float(scale[sub][c >> 1]);
-                        chain[half][4 * j + c] = fmaf(sum[4 * j + c], factor, chain[half][4 * j + c]);
-                    }
-                }
-            }
+            for (int c = 0; c < 4; ++c) chain[4 * j + c] = fmaf(sum[4 * j + c], SCALED ? scale[c >> 1] * __uint_as_float(back[c & 1]) : scale[c >> 1], chain[4 * j + c]);
         }
     }
 
-    static METHOD u32 lane_row() { return row_of(this_thread() >> 2 & 7); }    // in 8 rows, which is all that swizzling looks at
+    // One stage, at `next`, which moves on. a[FIRST] holds its first unit's fragments; at the end the next stage's are in the one that follows, if there
+    // is a next stage: its codes are there once its slot is full.
+    template <int FIRST>
+    METHOD void stage(u32 (&a)[1 + AHEAD][4][4], float (&chain)[UNITS][HALVES][WIDTH / 2], bool more, Place& next, u32 barriers) const {
+        const u32 slot = next.slot;
+        next.step();
+        bool scaled = false;
+        if (X_TYPE == 1) {
+            u32 said[TEAM];    // of each unit
+            lds128(base + UNSCALE_AT + slot * UNSCALE_BYTES + COLUMNS * 16, said[0], said[1], said[2], said[3]);
+            scaled = said[0] | said[1] | said[2] | said[3];
+        }
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) {
+            auto decode_next = [&] {
+                u32(&into)[4][4] = a[AHEAD ? (FIRST + u + 1) % 2 : 0];
+                if (u + 1 < UNITS) {
+                    weights(slot, u + 1, into);
+                } else if (more) {
+                    barrier_wait(barriers + SLOT_FULL(next.slot), next.turn);
+                    weights(next.slot, 0, into);
+                }
+            };
+#pragma unroll
+            for (int part = 0; part < HALVES * SUBS; ++part) {
+                const int half = part / SUBS, sub = part % SUBS;
+                float sum[WIDTH / 2], scale[2];
+                start(slot, u, half, sub, a[AHEAD ? (FIRST + u) % 2 : 0], sum);
+                load_scale(slot, u, sub, scale);
+                if (AHEAD && part == 0) decode_next();
+                wgmma_wait<0>();
+#pragma unroll
+                for (int i = 0; i < WIDTH / 2; ++i) asm volatile("" : "+f"(sum[i])::"memory");    // they are there only now
+                if (!AHEAD && part == HALVES * SUBS - 1) decode_next();
+                if (scaled)
+                    add<true>(slot, u, half, scale, sum, chain[u][half]);
+                else
+                    add<false>(slot, u, half, scale, sum, chain[u][half]);
+            }
+        }
+        if ((this_thread() & 31) == 0) barrier_arrive(barriers + SLOT_FULL(slot) + 8);
+    }
 };
 
 // Where a sum of a tile is in shared memory: a thread's own lie 128 floats apart.
 DEVICE u32 sum_at(u32 base, int row_group, int i, int thread) { return base + ((row_group * (COLUMNS / 2) + i) * 128 + (thread & 127)) * 4; }
 
 // Adds a piece's four chains, which lie with UNIT_GROUPS warpgroups; the last of these puts the sum into its entry.
-DEVICE void add_chains(u32 base, int row_group, int unit_group, int thread, int piece, bool first, const float (&chain)[UNITS][HALVES][WIDTH / 2]) {
+DEVICE void add_chains(u32 base, int piece, bool first, const float (&chain)[UNITS][HALVES][WIDTH / 2]) {
+    const int thread = this_thread(), row_group = thread / 128 / UNIT_GROUPS, unit_group = thread / 128 % UNIT_GROUPS;
     constexpr int each = COLUMNS / 2, threads = 128 * UNIT_GROUPS;
     const bool last = unit_group == UNIT_GROUPS - 1;
     auto mine = [&](int i) {
@@ -372,7 +427,7 @@ DEVICE float sum_of(u32 base, int block, int entry, u32 offset) {
 // Adds the sums of all pieces of K, which lie with the cluster's blocks, and writes a block's share of a tile's outputs.
 DEVICE void finish(const Problem& p, u32 base, int tile, int rank, int thread, float inverse) {
     constexpr int outputs = ROWS * COLUMNS / CLUSTER, each = CLUSTER * ENTRIES / RANKS;
-#pragma unroll 1
+#pragma unroll 4
     for (int i = rank * outputs + thread; i < (rank + 1) * outputs; i += CONSUMERS) {
         const int row = i % ROWS, column = i / ROWS, n = tile * ROWS + row;
         if (n >= p.n || column >= p.m) continue;
@@ -391,39 +446,49 @@ DEVICE void finish(const Problem& p, u32 base, int tile, int rank, int thread, f
     }
 }
 
-DEVICE void multiply(const Problem& p, u32 base, int tile, int rank, float inverse) {
-    const int thread = this_thread(), group = thread >> 7, row_group = group / UNIT_GROUPS, unit_group = group % UNIT_GROUPS;
-    const Multiplier multiplier(base, row_group, unit_group, thread);
+// What the main loop does not need is worked out anew after it, so that it has the registers.
+DEVICE int tile_of(u32 round) { return this_block() / CLUSTER + round * (gridDim.x / CLUSTER); }
+
+DEVICE void multiply(const Problem& p, u32 base, float inverse) {
+    const u32 barriers = base + BARRIERS_AT;
+#if CLUSTER > 1
+    const u32 sums_full = barriers + SUMS_FULL, sums_free = sums_full + 8;
+#endif
+    const Multiplier multiplier(base, this_thread() / 128 / UNIT_GROUPS, this_thread() / 128 % UNIT_GROUPS, this_thread());
     Place place = {0, 0};
-    bool first = true;
-    for (u32 turn = 0; tile * ROWS < p.n; tile += gridDim.x / CLUSTER, turn ^= 1) {
+#pragma unroll 1
+    for (u32 round = 0; tile_of(round) * ROWS < p.n; ++round) {
 #pragma unroll 1
         for (int piece = 0; piece < PIECES; ++piece) {
             float chain[UNITS][HALVES][WIDTH / 2] = {};
+            u32 a[1 + AHEAD][4][4];
+            int left = piece_of(p, this_block() % CLUSTER, piece).stages;
+            if (left > 0) {
+                barrier_wait(barriers + SLOT_FULL(place.slot), place.turn);
+                multiplier.weights(place.slot, 0, a[0]);
+            }
 #pragma unroll 1
-            for (int left = piece_of(p, rank, piece).stages; left > 0; --left, place.step()) {
-                const u32 full = base + BARRIERS_AT + SLOT_FULL(place.slot);
-                barrier_wait(full, place.turn);
-#pragma unroll
-                for (int u = 0; u < UNITS; ++u) multiplier.unit(place.slot, u, chain[u]);
-                if ((thread & 31) == 0) barrier_arrive(full + 8);
+            while (left > 0) {
+                multiplier.stage<0>(a, chain, left-- > 1, place, barriers);
+                if (AHEAD && UNITS % 2 == 1 && left > 0) multiplier.stage<1>(a, chain, left-- > 1, place, barriers);    // fragments alternate between two places
             }
 #if CLUSTER > 1
-            if (!first && piece == 0) cluster_barrier_wait(base + BARRIERS_AT + SUMS_FULL + 8, turn ^ 1);
+            if (round > 0 && piece == 0) cluster_barrier_wait(sums_free, (round - 1) & 1);
 #endif
-            add_chains(base, row_group, unit_group, thread, piece, first, chain);
-            first = false;
+            add_chains(base, piece, round == 0 && piece == 0, chain);
         }
         threads_sync(1, CONSUMERS);
+        const int thread = this_thread();
 #if CLUSTER > 1
-        if (thread < CLUSTER) remote_arrive(at_rank(base + BARRIERS_AT + SUMS_FULL, thread));
-        cluster_barrier_wait(base + BARRIERS_AT + SUMS_FULL, turn);
+        if (round == 0) cluster_wait();    // all blocks' barriers are ready
+        if (thread < CLUSTER) remote_arrive(at_rank(sums_full, thread));
+        cluster_barrier_wait(sums_full, round & 1);
 #endif
-        finish(p, base, tile, rank, thread, inverse);
+        finish(p, base, tile_of(round), this_block() % CLUSTER, thread, inverse);
         threads_sync(1, CONSUMERS);
 #if CLUSTER > 1
-        if (thread < CLUSTER) remote_arrive(at_rank(base + BARRIERS_AT + SUMS_FULL + 8, thread));
-        if ((tile + gridDim.x / CLUSTER) * ROWS >= p.n) cluster_barrier_wait(base + BARRIERS_AT + SUMS_FULL + 8, turn);    // others read here
+        if (thread < CLUSTER) remote_arrive(at_rank(sums_free, thread));
+        if (tile_of(round + 1) * ROWS >= p.n) cluster_barrier_wait(sums_free, round & 1);    // others read here
 #endif
     }
 }
@@ -438,16 +503,22 @@ codebook_wgmma(const __grid_constant__ Maps maps, const __grid_constant__ Codebo
     const u32 base = CLUSTER == 1 ? TABLE_AT : shared_address(shared);    // in a cluster its high bits tell the block
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, rank = blockIdx.x % CLUSTER, tile = blockIdx.x / CLUSTER;
     next_kernel_may_start();
-    if (thread == CONSUMERS) {
-        const u32 barriers = base + BARRIERS_AT;
-        expect_map(&maps.codes);
-        for (int slot = 0; slot < STAGES; ++slot) {
-            barrier_init(barriers + SLOT_FULL(slot), 1 + SCALE_SIDE * SIDE_WARPS);
-            barrier_init(barriers + SLOT_FULL(slot) + 8, WARPS);
+    Copies copies(p, tile, rank);
+    if (warp == WARPS) {    // sets the barriers up and is off before the others have set up their part
+        if (lane == 0) {
+            const u32 barriers = base + BARRIERS_AT;
+            expect_map(&maps.codes);
+            for (int slot = 0; slot < STAGES; ++slot) {
+                barrier_init(barriers + SLOT_FULL(slot), 1 + SCALE_SIDE * SIDE_WARPS);
+                barrier_init(barriers + SLOT_FULL(slot) + 8, WARPS);
+            }
+            barrier_init(barriers + SUMS_FULL, CLUSTER);
+            barrier_init(barriers + SUMS_FULL + 8, CLUSTER);
+            barriers_visible();
         }
-        barrier_init(barriers + SUMS_FULL, CLUSTER);
-        barrier_init(barriers + SUMS_FULL + 8, CLUSTER);
-        barriers_visible();
+        __syncwarp();
+        if (elected()) copies.first(maps, p, base, rank, min(EARLY, STAGES));
+        __syncwarp();
     }
     constexpr int builders = WARPS >= 16 ? 16 : WARPS >= 8 ? 8 : 4;
     if (warp < builders) build_table<builders>(codebook, base, warp, lane);
@@ -456,18 +527,22 @@ codebook_wgmma(const __grid_constant__ Maps maps, const __grid_constant__ Codebo
 #endif
     __syncthreads();
     cluster_arrive();
-    cluster_wait();
     if (warp >= WARPS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
         if (warp == WARPS) {
-            if (elected()) copy_all(maps, p, base, tile, rank);
+            if (elected()) {
+                previous_kernel_done();    // from here on x is read, and out written by those who get it
+                copies.rest(maps, p, base, rank);
+            }
+            __syncwarp();
         }
 #if SCALE_SIDE
         else if (warp <= WARPS + SIDE_WARPS)
             bring_scales(scales, p, base, tile, rank);
 #endif
+        cluster_wait();
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
-        multiply(p, base, tile, rank, codebook.inverse);
+        multiply(p, base, codebook.inverse);
     }
 }

@@ -1,6 +1,10 @@
 // x, laid out for codebook_wgmma.cu: fp16, stage after stage (256 k), in each unit (64 k) COLUMNS rows of 128 bytes, k in the order
-// in which codes are decoded, chunks of 16 bytes swizzled by row as wgmma expects; then, for bf16, what undoes the power of two
-// by which a row of a unit was scaled. Rows beyond M and k beyond K are zeros. A block makes one stage.
+// in which codes are decoded, chunks of 16 bytes swizzled by row as wgmma expects; then, for bf16, stage after stage what undoes
+// the powers of two by which rows of units were scaled, [4][COLUMNS] fp32, and for each unit whether any of them is not 1. Rows
+// beyond M and k beyond K are zeros.
+//
+// Its blocks are so small that they fit beside those of codebook_wgmma.cu: they wait there for the kernel before, and the
+// weights that are multiplied next are already being fetched while x is laid out.
 //
 // Macros: COLUMNS, BLOCK, X_TYPE, OVERLAP as there.
 
@@ -32,36 +36,48 @@ struct Problem {
 #include "codebook_shared.cuh"
 #include "codebook_numbers.cuh"
 
-// Eight lanes take a row of a unit, 16 bytes each.
-extern "C" __global__ void __launch_bounds__(256) codebook_wgmma_x(const __grid_constant__ Problem p) {
+// A block takes a unit after another, eight lanes a row of it, 16 bytes each.
+extern "C" __global__ void __launch_bounds__(64) codebook_wgmma_x(const __grid_constant__ Problem p) {
     next_kernel_may_start();
     previous_kernel_done();
-    const int stage = blockIdx.x, stages = gridDim.x, part = threadIdx.x & 7;
-    u8* image = (u8*)p.out + (u64)stage * COLUMNS * 512;
-    float* undo = (float*)((u8*)p.out + (u64)stages * COLUMNS * 512) + stage * COLUMNS * 4;
+    const int stages = (p.k / UNIT + 3) / 4, part = threadIdx.x & 7;
+    float* const undos = (float*)((u8*)p.out + (u64)stages * COLUMNS * 512);
+    // k = 16 q + 4 step + 2 high (+ 1), or within a block of 32: 32 half + 8 q + 4 (step & 1) + 2 high
+    const int q = BLOCK == 64 ? part / 2 : part & 3, step0 = BLOCK == 64 ? 2 * (part & 1) : 2 * (part / 4);
+    for (int unit = blockIdx.x; unit < 4 * stages; unit += gridDim.x) {
+        u8* image = (u8*)p.out + (u64)unit * COLUMNS * 128;
+        float* undo = undos + unit / 4 * (COLUMNS * 4 + 4);
+        u32 word[COLUMNS / 8][4] = {};
 #pragma unroll
-    for (int i = 0; i < COLUMNS * 4; i += 32) {
-        const int unit = (i + (threadIdx.x >> 3)) / COLUMNS, row = (i + (threadIdx.x >> 3)) % COLUMNS;
-        u32 word[4] = {};
-        if (row < p.m && 4 * stage + unit < p.k / UNIT) {
-            const uint4 raw = __ldg((const uint4*)((const u8*)p.x + row * p.x_stride * 2 + (u64)(4 * stage + unit) * UNIT * 2) + part);
-            word[0] = raw.x, word[1] = raw.y, word[2] = raw.z, word[3] = raw.w;
+        for (int i = 0; i < COLUMNS / 8; ++i) {
+            const int row = 8 * i + (threadIdx.x >> 3);
+            if (row >= p.m || unit >= p.k / UNIT) continue;
+            const uint4 raw = __ldg((const uint4*)((const u8*)p.x + row * p.x_stride * 2 + (u64)unit * UNIT * 2) + part);
+            word[i][0] = raw.x, word[i][1] = raw.y, word[i][2] = raw.z, word[i][3] = raw.w;
+        }
+        bool scaled = false;
+#pragma unroll
+        for (int i = 0; i < COLUMNS / 8; ++i) {
+            const int row = 8 * i + (threadIdx.x >> 3);
+#if X_TYPE == 1
+            u32 top = 0;
+#pragma unroll
+            for (int w = 0; w < 4; ++w) top = max_bf16x2(top, word[i][w] & 0x7FFF7FFFu);
+            const PowerOfTwo power = power_for<8>(magnitude(0, top));
+#pragma unroll
+            for (int w = 0; w < 4; ++w) word[i][w] = scaled_bf16x2(word[i][w], power.scale);
+            if (part == 0) undo[unit % 4 * COLUMNS + row] = __uint_as_float(power.inverse);
+            scaled |= power.scale != 0x3F800000u;
+#endif
+#pragma unroll
+            for (int w = 0; w < 4; ++w) {
+                const int chunk = 2 * (step0 + w / 2) + w % 2;
+                *(u32*)(image + row * 128 + ((chunk ^ row & 7) << 4) + q * 4) = word[i][w];
+            }
         }
 #if X_TYPE == 1
-        u32 top = 0;
-#pragma unroll
-        for (int w = 0; w < 4; ++w) top = max_bf16x2(top, word[w] & 0x7FFF7FFFu);
-        const PowerOfTwo power = power_for<8>(magnitude(0, top));
-#pragma unroll
-        for (int w = 0; w < 4; ++w) word[w] = scaled_bf16x2(word[w], power.scale);
-        if (part == 0) undo[unit * COLUMNS + row] = __uint_as_float(power.inverse);
+        scaled = __syncthreads_or(scaled);
+        if (threadIdx.x == 0) *(int*)(undo + COLUMNS * 4 + unit % 4) = scaled;
 #endif
-        // k = 16 q + 4 step + 2 high (+ 1), or within a block of 32: 32 half + 8 q + 4 (step & 1) + 2 high
-        const int q = BLOCK == 64 ? part / 2 : part & 3, step0 = BLOCK == 64 ? 2 * (part & 1) : 2 * (part / 4);
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-            const int chunk = 2 * (step0 + w / 2) + w % 2;
-            *(u32*)(image + (unit * COLUMNS + row) * 128 + ((chunk ^ row & 7) << 4) + q * 4) = word[w];
-        }
     }
 }
