@@ -29,7 +29,7 @@ from halfbyte.integrations.peft import FoldedLinear  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 KERNEL = "cpu_linear" if library() is not None else "torch_dequantize"
 WIDTH, LIMIT = 64, 1e-5  # of a model of two layers, in fp32
-STEPS, ROWS = 4, 24
+STEPS, ROWS = 4, 16
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
