@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ import pytest
 import torch
 
 from halfbyte.formats import get_format
-from halfbyte.kernels import Problem, codebook_mma, nvrtc
+from halfbyte.kernels import Problem, codebook_mma, codebook_wgmma, nvrtc
 from halfbyte.lab import sass
 
 pytestmark = pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
@@ -138,6 +141,163 @@ def test_scaled_table_is_finer_than_a_rounded_one(key: str) -> None:
     plain = codebook.half().double()
     assert (scaled - codebook).norm() <= (plain - codebook).norm()
     assert ((scaled - codebook).abs() <= codebook.abs() * 2**-11).all()
+
+
+# ---- codebook_wgmma
+
+SERVED_SHAPES = (  # those of the targets for batches
+    *((6144, 5120), (5120, 4096), (65536, 5120), (5120, 32768), (16384, 16384)),
+    *((4096, 14336), (14336, 4096), (12288, 4096), (4096, 4096)),
+)
+CHOICES = ("ROW_GROUPS", "UNIT_GROUPS", "COLUMNS", "CLUSTER", "RANKS", "X_TYPE", "BLOCK", "SCALE_KIND")
+REGISTERS = 65536  # of a multiprocessor
+SHARED = 227 << 10  # bytes that a block may have
+
+
+def wgmma_configurations() -> list[codebook_wgmma.Config]:
+    """All that the kernel offers for some formats on those shapes, each once."""
+    found: dict[codebook_wgmma.Config, None] = {}
+    for key in ("nf4", "nf4-32", "nf4-64-nested", "mxfp4"):
+        format = get_format(key)
+        for dtype, m, (n, k) in [
+            (dtype, m, shape) for dtype in (BF16, FP16) for m in (16, 32) for shape in SERVED_SHAPES
+        ]:
+            side = not codebook_mma.copies_fp32(format, k, codebook_wgmma.ARCH)
+            found |= dict.fromkeys(codebook_wgmma.configurations(format, dtype, m, n, k, 132, side))
+    return list(found)
+
+
+def covering(configs: Sequence[codebook_wgmma.Config]) -> list[codebook_wgmma.Config]:
+    """A few of them in which every two choices of any of them meet."""
+
+    def pairs(config: codebook_wgmma.Config) -> set[tuple[tuple[str, int], ...]]:
+        return set(combinations([(name, getattr(config, name)) for name in CHOICES], 2))
+
+    left = set().union(*map(pairs, configs))
+    chosen = []
+    while left:
+        chosen.append(max(configs, key=lambda config: len(pairs(config) & left)))
+        left -= pairs(chosen[-1])
+    return chosen
+
+
+def registers_at_start(config: codebook_wgmma.Config) -> int:
+    """Of a thread, before the warpgroups share them anew."""
+    return REGISTERS // config.threads // 8 * 8
+
+
+def wgmma_id(config: codebook_wgmma.Config) -> str:
+    return "-".join(str(getattr(config, name)) for name in CHOICES)
+
+
+@pytest.mark.parametrize("config", covering(wgmma_configurations()), ids=wgmma_id)
+def test_wgmma_has_no_local_memory_and_the_widths_meant(config: codebook_wgmma.Config) -> None:
+    cubin = nvrtc.compile(codebook_wgmma.STEM, codebook_wgmma.ARCH, asdict(config))
+    code, resources = sass.disassemble(cubin), sass.resources(cubin)
+    loop, all_of_it = sass.count(code.main_loop()), sass.count(code.instructions)
+    assert not code.local_memory()
+    assert resources.stack_bytes == 0
+    units, rest = divmod(loop["HGMMA"], 4)  # of 64 rows and 64 k, which take four
+    assert units in (4 // config.UNIT_GROUPS, 8 // config.UNIT_GROUPS), "a stage's, or two stages' by turns"
+    assert rest == 0
+    assert all_of_it["HGMMA"] == loop["HGMMA"], "there is one main loop"
+    assert not [name for name in loop if name.startswith(("LDG", "STG", "STS", "LDL"))], (
+        "all that it reads is in shared memory"
+    )
+    assert not [name for name in loop if any(width in name for width in (".U8", ".U16", ".S8", ".S16"))]
+    scale_blocks = 64 // config.BLOCK
+    codes = (
+        4 if config.BLOCK == 32 else 0
+    )  # words that are read one by one, as 16 weights of each scale block are a lane's
+    assert loop["LDS"] == units * (16 + codes + 2 * scale_blocks), "a unit: 16 look-ups, and two rows' scales"
+    if config.BLOCK == 64:
+        assert loop["LDS.64"] >= 2 * units, "codes are read 8 bytes a lane and row"
+    assert all_of_it["UTMALDG"] >= (1 if config.SCALE_SIDE else 2), "codes and fp32 scales"
+    assert all_of_it["UBLKCP"] >= (2 if config.X_TYPE == 1 else 1), "x, and what undoes its scaling"
+    check_registers(config, code, resources.registers)
+
+
+def check_registers(config: codebook_wgmma.Config, code: sass.Sass, at_start: int) -> None:
+    """The warpgroups share what the launch gave, as the code says, and use no more than that."""
+    assert at_start <= registers_at_start(config)
+    shared = 128 * config.PRODUCER_REGISTERS + (config.threads - 128) * config.CONSUMER_REGISTERS
+    assert shared <= config.threads * at_start, "else the multiplying warpgroups wait for registers for ever"
+    said = [line for line in code.instructions if sass.opcode(line).startswith("USETMAXREG")]
+    assert {int(line.split()[-1], 16) for line in said} == {config.PRODUCER_REGISTERS, config.CONSUMER_REGISTERS}
+    used = {int(number) for line in code.instructions for number in re.findall(r"\bR(\d+)\b", line)}
+    assert max(used) < config.CONSUMER_REGISTERS
+
+
+def test_wgmma_configurations_fit() -> None:
+    configs = wgmma_configurations()
+    assert len({wgmma_id(config) for config in configs}) == len(configs), "one ring for each choice, the longest"
+    for config in configs:
+        assert config.STAGES >= 2
+        assert config.shared_bytes + 1024 <= SHARED, "the table begins 1024 bytes in"
+        shared = 128 * config.PRODUCER_REGISTERS + (config.threads - 128) * config.CONSUMER_REGISTERS
+        assert shared <= config.threads * registers_at_start(config)
+        assert config.PRODUCER_REGISTERS % 8 == config.CONSUMER_REGISTERS % 8 == 0
+        assert 24 <= config.PRODUCER_REGISTERS <= registers_at_start(config) <= config.CONSUMER_REGISTERS <= 256
+
+
+@pytest.mark.parametrize("block", [32, 64])
+@pytest.mark.parametrize("columns", [16, 32])
+@pytest.mark.parametrize("x_type", [0, 1])
+def test_laying_x_out_takes_little_beside_the_multiply(x_type: int, columns: int, block: int) -> None:
+    macros = {"COLUMNS": columns, "BLOCK": block, "X_TYPE": x_type, "OVERLAP": 1}
+    cubin = nvrtc.compile(codebook_wgmma.IMAGE_STEM, codebook_wgmma.ARCH, macros)
+    code, resources = sass.disassemble(cubin), sass.resources(cubin)
+    assert not code.local_memory()
+    assert resources.registers <= 64
+    assert resources.shared_bytes == resources.stack_bytes == 0
+    found = sass.count(code.instructions)
+    reads = [name for name in found if name.startswith("LDG")]
+    assert reads
+    assert all(".128" in name for name in reads), "x is read 16 bytes a lane"
+
+
+def test_laying_x_out_is_launched_with_blocks_of_two_warps(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = []
+    monkeypatch.setattr(nvrtc, "load", lambda *arguments: loaded.append(arguments))
+    monkeypatch.setattr(nvrtc, "function", lambda kernel: 0)
+    config = codebook_wgmma.configure(get_format("nf4"), BF16, 16, 4096, 4096, 132, False)
+    config_of_launch = codebook_wgmma.launch_image(config, 4096, 0, 132).record.config
+    assert config_of_launch.block[0] == 64
+    assert config_of_launch.shared_bytes == 0
+    assert loaded[0][0] == codebook_wgmma.IMAGE_STEM
+    # beside 640 threads, the most, there are registers for its two warps
+    assert 640 * registers_at_start(max(wgmma_configurations(), key=lambda each: each.threads)) + 64 * 64 <= REGISTERS
+
+
+def test_wgmma_structs_are_what_the_kernels_take() -> None:
+    assert ctypes.sizeof(codebook_wgmma._Maps) == 256
+    assert ctypes.sizeof(codebook_wgmma._Problem) == 56
+    assert codebook_wgmma._Problem.x_stride.offset == 24
+    assert codebook_wgmma._Problem.units.offset == 48
+
+
+def test_wgmma_says_why_not() -> None:
+    nf4 = get_format("nf4")
+    assert codebook_wgmma.reason_against(Problem(nf4, BF16, 9, 64, 64, "sm_90a")) is None
+    assert codebook_wgmma.reason_against(Problem(nf4, BF16, codebook_wgmma.MAX_M, 64, 64, "sm_90a")) is None
+    assert codebook_wgmma.reason_against(Problem(nf4, FP16, 16, 2048, 64, "sm_90a")) is None
+    assert codebook_wgmma.reason_against(Problem(get_format("mxfp4"), FP16, 16, 64, 64, "sm_90a")) is None, (
+        "an exact table"
+    )
+    for problem, word in [
+        (Problem(nf4, BF16, 16, 64, 64, "sm_100"), "sm_100"),
+        (Problem(nf4, BF16, 16, 64, 64, "cpu"), "cpu"),
+        (Problem(nf4, BF16, 8, 64, 64, "sm_90a"), "got 8"),
+        (Problem(nf4, BF16, codebook_wgmma.MAX_M + 1, 64, 64, "sm_90a"), f"got {codebook_wgmma.MAX_M + 1}"),
+        (Problem(nf4, FP32, 16, 4096, 64, "sm_90a"), "fp32"),
+        (Problem(nf4, FP16, 16, 2047, 64, "sm_90a"), "fewer than 2048 rows"),
+        (Problem(nf4, BF16, 16, 64, 96, "sm_90a"), "K = 96"),
+        (Problem(get_format("q4_0"), BF16, 16, 64, 64, "sm_90a"), "q4_0"),
+        (Problem(get_format("nvfp4"), BF16, 16, 64, 64, "sm_90a"), "nvfp4"),
+    ]:
+        reason = codebook_wgmma.reason_against(problem)
+        assert reason is not None
+        assert word in reason
 
 
 # ---- the cache on disk
