@@ -47,7 +47,7 @@ STATUS_VARIABLE = "HALFBYTE_STATUS"  # "1": print the counters when the process 
 # On a GPU bitsandbytes' own dequantize_4bit stays: halfbyte has no faster way to write a dense matrix there.
 OPERATORS = {"CPU": ("gemm_4bit", "gemv_4bit", "dequantize_4bit"), "CUDA": ("gemm_4bit", "gemv_4bit")}
 OUR_BACKENDS = ("cpu", "cuda")  # whose kernels take bitsandbytes' place; Triton's and torch's may be slower than it
-SERVED_ROWS = 64  # of x; beyond, a CPU multiplies a decoded weight, and bitsandbytes may be faster at that
+SERVED_ROWS = 64  # of x; beyond, bitsandbytes multiplies a decoded weight, which may be faster
 LARGE_LAYER = 1 << 23  # weights
 GATE = "support_avx512bf16_for_cpu"  # the attribute of Linear4bit that says whether to repack on this CPU
 _FORMATS = {
@@ -402,12 +402,12 @@ def kernel_for(weight: CheckedWeight, dtype: torch.dtype, m: int) -> Kernel:
 
 
 def decoding_is_faster(backend: str, dtype: torch.dtype, shape: Sequence[int]) -> bool:
-    """Whether a CPU is done sooner with more than SERVED_ROWS rows if bitsandbytes decodes the weight for torch.
+    """Whether more than SERVED_ROWS rows are done sooner if bitsandbytes decodes the weight for torch.
 
-    halfbyte does the same there, with two bf16 numbers a weight: that is exact and twice the work. In fp32 it decodes
-    faster, which is what counts for large layers.
+    On a CPU halfbyte does the same, with two bf16 numbers a weight: that is exact and twice the work. In fp32 it
+    decodes faster, which is what counts for large layers. On a GPU it multiplies 32 rows at a time.
     """
-    return backend == "cpu" and (dtype != torch.float32 or math.prod(shape) < LARGE_LAYER)
+    return backend == "cuda" or (backend == "cpu" and (dtype != torch.float32 or math.prod(shape) < LARGE_LAYER))
 
 
 def _dequantize(

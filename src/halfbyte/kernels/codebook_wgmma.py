@@ -1,4 +1,4 @@
-"""Launcher of cuda/codebook_wgmma.cu: 9 to 128 rows of x times a 4-bit codebook weight, on sm_90a.
+"""Launcher of cuda/codebook_wgmma.cu: 9 rows of x and more times a 4-bit codebook weight, on sm_90a.
 
 A call lays x out for the tensor cores (cuda/codebook_wgmma_x.cu), in memory of PyTorch's allocator, then multiplies;
 the second kernel fetches weights while the first is at work. Rows of x have the bits that codebook_mma gives them: K is
@@ -24,7 +24,7 @@ from .registry import Configuration, Kernel, Problem, Settings, register
 
 STEM, IMAGE_STEM = "codebook_wgmma", "codebook_wgmma_x"
 ARCH = "sm_90a"
-MIN_M, MAX_M, CHUNK = 9, 128, 32  # rows of x: that this kernel is for, and of one launch
+MIN_M, MAX_M, CHUNK = 9, 8192, 32  # rows of x: that this kernel takes, and of one launch
 UNIT, TEAM = mma.UNIT, mma.TEAM
 TABLE_BYTES = 32768
 ROOM = (227 << 10) - 1024  # dynamic shared memory; the table begins 1024 bytes in
@@ -311,7 +311,7 @@ register(
     Kernel(
         name=STEM,
         backend="cuda",
-        about="Hopper's tensor cores on 4-bit codebook weights in place, for 9 to 128 rows of x",
+        about="Hopper's tensor cores on 4-bit codebook weights in place, for 9 rows of x and more",
         supports=reason_against,
         cost=predicted_seconds,
         run=run,

@@ -78,32 +78,10 @@
 // A barrier tells odd turns of a slot from even ones alone, so each slot must always serve the same team.
 static_assert(STAGES % TEAMS == 0, "the ring holds whole rounds of teams");
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
-typedef unsigned char u8;
-
-struct alignas(64) TensorMap {
-    u64 opaque[16];
-};
+#include "codebook_types.cuh"
 
 struct Maps {    // for bulk copies: of a pass of TILES tiles, of one of LAST, of one of LAST - 1
     TensorMap codes[3], scales[3];
-};
-
-struct Codebook {
-    u16 high[16];    // fp16(codebook * factor)
-    u16 low[16];     // fp16 of 2^11 times what `high` misses; used where TERMS is 2
-    float inverse;   // 1 / factor: multiplies the sums
-};
-
-struct Scales {
-    const void* values;     // fp32 absmax, q8 or E8M0, by SCALE_KIND
-    const float* outer;     // nested: absmax of each 256 blocks
-    const float* map;       // nested: the 256 values of q8
-    const float* offset;    // nested: one number, added to each scale
-    int shift;              // log2 of units (of BLOCK weights) that share a scale
-    int aligned;            // whether K is in whole stages, and bytes of scales can be read by 4
 };
 
 struct Problem {
@@ -117,9 +95,6 @@ struct Problem {
     int tiles, larger;      // of W that a cluster owns; the first `larger` clusters own one more
     int units;              // units of K that a block of a cluster owns, a multiple of TEAM
 };
-
-#define METHOD __device__ __forceinline__
-#define DEVICE static METHOD
 
 #include "codebook_shared.cuh"
 #include "codebook_numbers.cuh"

@@ -32,8 +32,7 @@
 #define THREADS (CONSUMERS + 128)
 #define ROWS (64 * ROW_GROUPS)
 #define UNITS (4 / UNIT_GROUPS)                  // of a stage that a warpgroup multiplies
-#define HALVES (COLUMNS > 32 ? 2 : 1)            // of the columns: sums of all of them would not fit the registers
-#define WIDTH (COLUMNS / HALVES)                 // columns of a wgmma
+#define SUMS (COLUMNS / 2)                       // of a thread: of 64 rows of W and all columns
 #define SUBS (UNIT / BLOCK)
 #define STAGE_BLOCKS (TEAM * SUBS)
 #define PIECES (4 * RANKS / CLUSTER)             // of K that a block has
@@ -41,7 +40,7 @@
 #define SIDE_WARPS 2
 #define EARLY (CODE_BYTES >= 16384 ? 2 : 4)      // slots whose weights are sent for before x is there
 // whether registers hold the fragments of two units, so that one is decoded while the other is multiplied
-#define AHEAD (UNITS * COLUMNS / 2 + WIDTH / 2 + 32 + 24 <= CONSUMER_REGISTERS)
+#define AHEAD (UNITS * SUMS + SUMS + 32 + 24 <= CONSUMER_REGISTERS)
 
 #define TABLE_AT 1024                            // where a block's own shared memory begins, as the table's addresses have it
 #define TABLE_BYTES 32768
@@ -66,32 +65,10 @@
 #define PASSED(group) (2 + (group))
 #define TAKEN(group) (2 + ROW_GROUPS + (group))
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
-typedef unsigned char u8;
-
-struct alignas(64) TensorMap {
-    u64 opaque[16];
-};
+#include "codebook_types.cuh"
 
 struct Maps {
     TensorMap codes, scales;
-};
-
-struct Codebook {
-    u16 high[16];    // fp16(codebook * factor)
-    u16 low[16];
-    float inverse;   // 1 / factor: multiplies the sums
-};
-
-struct Scales {
-    const void* values;     // fp32 absmax, q8 or E8M0, by SCALE_KIND
-    const float* outer;     // nested: absmax of each 256 blocks
-    const float* map;       // nested: the 256 values of q8
-    const float* offset;    // nested: one number, added to each scale
-    int shift;              // log2 of units (of BLOCK weights) that share a scale
-    int aligned;            // whether K is in whole stages, and bytes of scales can be read by 4
 };
 
 struct Problem {
@@ -103,9 +80,6 @@ struct Problem {
     int bias_is_fp32;
     int units;              // units of K that a rank owns, a multiple of TEAM
 };
-
-#define METHOD __device__ __forceinline__
-#define DEVICE static METHOD
 
 #include "codebook_shared.cuh"
 #include "codebook_numbers.cuh"
@@ -128,23 +102,25 @@ template <int LEFT>
 DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory"); }
 
 // Rows of x in shared memory, 128 bytes each, as wgmma describes them: chunks of 16 bytes swizzled by row, 8 rows in 1024 bytes.
-DEVICE u64 descriptor(u32 address) { return (u64)(address >> 4 & 0x3FFF) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62; }
+// These are the lower 32 bits; the others are always the same.
+DEVICE u32 descriptor(u32 address) { return address >> 4 & 0x3FFF | 1 << 16; }
+#define WHOLE_DESCRIPTOR(low) ".reg .b64 b; mov.b64 b, {" low ", 0x40000040};\n"
 
-// d = a * b, or d += a * b: 64 rows of W, WIDTH rows of x, 16 k.
+// d = a * b, or d += a * b: 64 rows of W, COLUMNS rows of x, 16 k.
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define A_AND_B "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(more)
-DEVICE void wgmma(float (&d)[WIDTH / 2], const u32 (&a)[4], u64 b, int more) {
-#if WIDTH == 16
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %13, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, %12, p, 1, 1, 0; }"
+#define A_AND_B "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(more)
+DEVICE void wgmma(float (&d)[SUMS], const u32 (&a)[4], u32 b, int more) {
+#if COLUMNS == 16
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %13, 0;\n" WHOLE_DESCRIPTOR("%12")
+                 "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, b, p, 1, 1, 0; }"
                  : D4(0), D4(4) : A_AND_B);
-#elif WIDTH == 32
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %21, 0;\n"
+#elif COLUMNS == 32
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %21, 0;\n" WHOLE_DESCRIPTOR("%20")
                  "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-                 "{%16, %17, %18, %19}, %20, p, 1, 1, 0; }"
+                 "{%16, %17, %18, %19}, b, p, 1, 1, 0; }"
                  : D4(0), D4(4), D4(8), D4(12) : A_AND_B);
 #else
-#error "WIDTH is 16 or 32"
+#error "COLUMNS is 16 or 32"
 #endif
 }
 
@@ -271,14 +247,14 @@ DEVICE void bring_scales(const Scales& scales, const Problem& p, u32 base, int t
 
 // What a warpgroup does with a unit of a stage.
 struct Multiplier {
-    u32 codes, own_scales, bank;    // addresses of this thread, from which a slot's are counted
+    u32 codes, scales, bank;    // addresses of this thread, from which a slot's are counted
     u32 base;
     int unit0;
 
     METHOD Multiplier(u32 base, int row_group, int unit_group, int thread) : base(base), unit0(UNIT_GROUPS == 1 ? 0 : __shfl_sync(~0u, unit_group * UNITS, 0)) {    // which the compiler then knows to be a warp's
         const int warp = thread >> 5 & 3, lane = thread & 31, q = lane & 3, row = 64 * row_group + 16 * warp + row_of(lane >> 2);
         codes = base + CODES_AT + row * 128 + (BLOCK == 64 ? (q & 1) * 8 : q * 4) + (((BLOCK == 64 ? q >> 1 : 0) ^ row & 7) << 4);
-        own_scales = base + SCALES_AT + row * SCALE_PITCH;
+        scales = base + SCALES_AT + row * SCALE_PITCH;
         bank = base - TABLE_AT + lane * 4;
     }
 
@@ -290,35 +266,29 @@ struct Multiplier {
         for (int step = 0; step < 4; ++step) decode<TABLE_AT>(word, step, bank, a[step]);
     }
 
-    METHOD void start(u32 slot, int u, int half, int sub, const u32 (&a)[4][4], float (&sum)[WIDTH / 2]) const {
-        const u64 b = descriptor(base + X_AT + slot * X_SLOT + ((unit0 + u) * COLUMNS + half * WIDTH) * 128);
+    METHOD void start(u32 slot, int u, int sub, const u32 (&a)[4][4], float (&sum)[SUMS]) const {
+        const u32 b = descriptor(base + X_AT + slot * X_SLOT + (unit0 + u) * COLUMNS * 128);
         wgmma_fence();
 #pragma unroll
         for (int step = sub * 4 / SUBS; step < (sub + 1) * 4 / SUBS; ++step) wgmma(sum, a[step], b + 2 * step, step > sub * 4 / SUBS);
         wgmma_commit();
     }
 
-    METHOD u32 scales() const {    // worked out anew where registers are few
-        if (HALVES == 1) return own_scales;
-        const int thread = this_thread();
-        return base + SCALES_AT + (64 * (thread / 128 / UNIT_GROUPS) + 16 * (thread >> 5 & 3) + row_of(thread >> 2 & 7)) * SCALE_PITCH;
-    }
-
     // The scales of this thread's two rows in a scale block.
     METHOD void load_scale(u32 slot, int u, int sub, float (&scale)[2]) const {
         const int block = (unit0 + u) * SUBS + sub;
         const int row = SUBS == 1 ? 0 : row_of(this_thread() >> 2 & 7);    // of eight: all that swizzling looks at
-        const u32 at = scales() + slot * SCALE_BYTES + scale_chunk(row, block >> 2) - row * SCALE_PITCH + (block & 3) * 4;
+        const u32 at = scales + slot * SCALE_BYTES + scale_chunk(row, block >> 2) - row * SCALE_PITCH + (block & 3) * 4;
 #pragma unroll
         for (int h = 0; h < 2; ++h) scale[h] = __uint_as_float(lds32(at + h * 8 * SCALE_PITCH));
     }
 
     // The sums of a scale block, added to a chain. SCALED: whether a row of x was.
     template <bool SCALED>
-    METHOD void add(u32 slot, int u, int half, const float (&scale)[2], const float (&sum)[WIDTH / 2], float (&chain)[WIDTH / 2]) const {
-        const u32 undo = base + UNSCALE_AT + (this_thread() & 3) * 8 + slot * UNSCALE_BYTES + ((unit0 + u) * COLUMNS + half * WIDTH) * 4;
+    METHOD void add(u32 slot, int u, const float (&scale)[2], const float (&sum)[SUMS], float (&chain)[SUMS]) const {
+        const u32 undo = base + UNSCALE_AT + (this_thread() & 3) * 8 + slot * UNSCALE_BYTES + (unit0 + u) * COLUMNS * 4;
 #pragma unroll
-        for (int j = 0; j < WIDTH / 8; ++j) {
+        for (int j = 0; j < COLUMNS / 8; ++j) {
             u32 back[2];
             if (SCALED) lds64(undo + 32 * j, back[0], back[1]);
 #pragma unroll
@@ -329,7 +299,7 @@ struct Multiplier {
     // One stage, at `next`, which moves on. a[FIRST] holds its first unit's fragments; at the end the next stage's are in the one that follows, if there
     // is a next stage: its codes are there once its slot is full.
     template <int FIRST>
-    METHOD void stage(u32 (&a)[1 + AHEAD][4][4], float (&chain)[UNITS][HALVES][WIDTH / 2], bool more, Place& next, u32 barriers) const {
+    METHOD void stage(u32 (&a)[1 + AHEAD][4][4], float (&chain)[UNITS][SUMS], bool more, Place& next, u32 barriers) const {
         const u32 slot = next.slot;
         next.step();
         bool scaled = false;
@@ -350,20 +320,19 @@ struct Multiplier {
                 }
             };
 #pragma unroll
-            for (int part = 0; part < HALVES * SUBS; ++part) {
-                const int half = part / SUBS, sub = part % SUBS;
-                float sum[WIDTH / 2], scale[2];
-                start(slot, u, half, sub, a[AHEAD ? (FIRST + u) % 2 : 0], sum);
+            for (int sub = 0; sub < SUBS; ++sub) {
+                float sum[SUMS], scale[2];
+                start(slot, u, sub, a[AHEAD ? (FIRST + u) % 2 : 0], sum);
                 load_scale(slot, u, sub, scale);
-                if (AHEAD && part == 0) decode_next();
+                if (AHEAD && sub == 0) decode_next();
                 wgmma_wait<0>();
 #pragma unroll
-                for (int i = 0; i < WIDTH / 2; ++i) asm volatile("" : "+f"(sum[i])::"memory");    // they are there only now
-                if (!AHEAD && part == HALVES * SUBS - 1) decode_next();
+                for (int i = 0; i < SUMS; ++i) asm volatile("" : "+f"(sum[i])::"memory");    // they are there only now
+                if (!AHEAD && sub == SUBS - 1) decode_next();
                 if (scaled)
-                    add<true>(slot, u, half, scale, sum, chain[u][half]);
+                    add<true>(slot, u, scale, sum, chain[u]);
                 else
-                    add<false>(slot, u, half, scale, sum, chain[u][half]);
+                    add<false>(slot, u, scale, sum, chain[u]);
             }
         }
         if ((this_thread() & 31) == 0) barrier_arrive(barriers + SLOT_FULL(slot) + 8);
@@ -371,23 +340,23 @@ struct Multiplier {
 };
 
 // Where a sum of a tile is in shared memory: a thread's own lie 128 floats apart.
-DEVICE u32 sum_at(u32 base, int row_group, int i, int thread) { return base + ((row_group * (COLUMNS / 2) + i) * 128 + (thread & 127)) * 4; }
+DEVICE u32 sum_at(u32 base, int row_group, int i, int thread) { return base + ((row_group * SUMS + i) * 128 + (thread & 127)) * 4; }
 
 // Adds a piece's four chains, which lie with UNIT_GROUPS warpgroups; the last of these puts the sum into its entry.
-DEVICE void add_chains(u32 base, int piece, bool first, const float (&chain)[UNITS][HALVES][WIDTH / 2]) {
+DEVICE void add_chains(u32 base, int piece, bool first, const float (&chain)[UNITS][SUMS]) {
     const int thread = this_thread(), row_group = thread / 128 / UNIT_GROUPS, unit_group = thread / 128 % UNIT_GROUPS;
-    constexpr int each = COLUMNS / 2, threads = 128 * UNIT_GROUPS;
+    constexpr int threads = 128 * UNIT_GROUPS;
     const bool last = unit_group == UNIT_GROUPS - 1;
     auto mine = [&](int i) {
-        float sum = chain[0][i / (WIDTH / 2)][i % (WIDTH / 2)];
+        float sum = chain[0][i];
 #pragma unroll
-        for (int u = 1; u < UNITS; ++u) sum += chain[u][i / (WIDTH / 2)][i % (WIDTH / 2)];
+        for (int u = 1; u < UNITS; ++u) sum += chain[u][i];
         return sum;
     };
     if (!last) {
         if (!first) threads_sync(TAKEN(row_group), threads);
 #pragma unroll
-        for (int i = 0; i < each; ++i) sts32(sum_at(base + PASSED_AT + unit_group * SUM_BYTES, row_group, i, thread), __float_as_uint(mine(i)));
+        for (int i = 0; i < SUMS; ++i) sts32(sum_at(base + PASSED_AT + unit_group * SUM_BYTES, row_group, i, thread), __float_as_uint(mine(i)));
         threads_arrive(PASSED(row_group), threads);
         return;
     }
@@ -395,7 +364,7 @@ DEVICE void add_chains(u32 base, int piece, bool first, const float (&chain)[UNI
     const u32 entries = base + ENTRIES_AT + (PIECES <= 2 ? piece : piece / 4) * SUM_BYTES;
     const bool adds = PIECES > 2 && piece % 4 > 0;
 #pragma unroll
-    for (int i = 0; i < each; ++i) {
+    for (int i = 0; i < SUMS; ++i) {
         float sum;
         if (UNIT_GROUPS == 1) {
             sum = mine(i);
@@ -404,7 +373,7 @@ DEVICE void add_chains(u32 base, int piece, bool first, const float (&chain)[UNI
 #pragma unroll
             for (int g = 1; g < UNIT_GROUPS - 1; ++g) sum += __uint_as_float(lds32(sum_at(base + PASSED_AT + g * SUM_BYTES, row_group, i, thread)));
 #pragma unroll
-            for (int u = 0; u < UNITS; ++u) sum += chain[u][i / (WIDTH / 2)][i % (WIDTH / 2)];
+            for (int u = 0; u < UNITS; ++u) sum += chain[u][i];
         }
         const u32 at = sum_at(entries, row_group, i, thread);
         if (adds) sum = __uint_as_float(lds32(at)) + sum;
@@ -460,7 +429,7 @@ DEVICE void multiply(const Problem& p, u32 base, float inverse) {
     for (u32 round = 0; tile_of(round) * ROWS < p.n; ++round) {
 #pragma unroll 1
         for (int piece = 0; piece < PIECES; ++piece) {
-            float chain[UNITS][HALVES][WIDTH / 2] = {};
+            float chain[UNITS][SUMS] = {};
             u32 a[1 + AHEAD][4][4];
             int left = piece_of(p, this_block() % CLUSTER, piece).stages;
             if (left > 0) {

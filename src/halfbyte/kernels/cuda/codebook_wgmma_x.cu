@@ -12,14 +12,7 @@
 #define X_BYTES 2
 #define SPLIT 1
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
-typedef unsigned char u8;
-
-struct TensorMap {
-    u64 opaque[16];
-};
+#include "codebook_types.cuh"
 
 struct Problem {
     const void* x;
@@ -29,9 +22,6 @@ struct Problem {
     int m, n, k;
     int bias_is_fp32;
 };
-
-#define METHOD __device__ __forceinline__
-#define DEVICE static METHOD
 
 #include "codebook_shared.cuh"
 #include "codebook_numbers.cuh"
