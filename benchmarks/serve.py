@@ -10,7 +10,7 @@ server answers random prompts of --prompt tokens with --tokens tokens for every 
 adapters in turn, and some fixed prompts whose answers are compared: position of the first differing token, and distance
 of logprobs up to there, between the arms and between two runs of the plain one.
 
---adapter-dirs: a folder with adapters in folders 0, 1, 2, … (PEFT's files). Rows: docs/measuring.md, suite `serve`.
+--adapter-dirs: a folder with adapters in folders 0, 1, 2, … (PEFT's files). Rows: docs/serving.md.
 """
 
 from __future__ import annotations
@@ -145,7 +145,10 @@ def measure(settings: Settings, adapters: int, arm: str, work: Path) -> Run:
             result = work / f"{users}.json"
             words = client_arguments(settings, server.url, adapters, users, result)
             command = [sys.executable, "-m", "vllm.entrypoints.cli.main", *words]
-            subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, cwd=work)
+            with (work / "client.log").open("w") as log:
+                done = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=work)
+            if done.returncode:
+                raise RuntimeError(f"vllm bench serve failed:\n{(work / 'client.log').read_text()[-3000:]}")
             run.speeds[users] = metrics_of(json.loads(result.read_text()), settings.requests * users)
         for i, prompt in enumerate(probes(settings.prompt)):
             for model in (NAME, *map(str, range(adapters))):

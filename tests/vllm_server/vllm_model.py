@@ -7,7 +7,14 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from bitsandbytes_samples import in_float64, load_4bit
 
@@ -30,6 +37,23 @@ def make_checkpoint(target: Path) -> None:
     dense = target / "dense"
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(dense)
     load_4bit(dense, nested=True).save_pretrained(target)
+    make_tokenizer(target)
+
+
+def make_experts(target: Path) -> None:
+    """A dense mixture of experts, for vLLM to quantise."""
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        hidden_size=256, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=64, vocab_size=VOCABULARY, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=512,
+        bos_token_id=0, eos_token_id=1, pad_token_id=2,
+    )  # fmt: skip
+    MixtralForCausalLM(config).to(torch.bfloat16).save_pretrained(target)
+    make_tokenizer(target)
+
+
+def make_tokenizer(target: Path) -> None:
+    """Of bytes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
