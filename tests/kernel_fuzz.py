@@ -30,7 +30,7 @@ from time_limit import Limit, time_limit
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PROBLEMS = 16  # on each weight
-MS = (1, 1, 1, 2, 2, 3, 4, 4, 5, 6, 7, 8, 8, 9, 12, 16, 17, 33, 64)
+MS = (1, 1, 1, 2, 2, 3, 4, 4, 5, 6, 7, 8, 8, 9, 12, 16, 17, 25, 32, 33, 64, 100)
 MANY = 4096  # outputs from which the contract's norms hold without allowance for chance
 GUARD = 128  # NaN elements before and after the output
 Inputs = tuple[Tensor, Tensor | None]  # x and bias
@@ -119,13 +119,19 @@ def takes_strict(kernel: Kernel) -> bool:
 
 @cache
 def keys_of(kernel: Kernel, arch: str) -> tuple[str, ...]:
-    """The formats that a kernel serves on an architecture, for M = 1 and a shape that suits everyone."""
+    """The formats that a kernel serves on an architecture, for some M and a shape that suits everyone."""
 
     def served(key: str) -> bool:
         k = 8 * math.lcm(multiples(key)[1], 64)
-        return any(kernel.supports(Problem(get_format(key), dtype, 1, 64, k, arch)) is None for dtype in DTYPES)
+        return bool(_served(kernel, key, (64, k), arch, DTYPES))
 
     return tuple(key for key in KEYS if served(key))
+
+
+def _served(kernel: Kernel, key: str, shape: tuple[int, int], arch: str, dtypes: Sequence[torch.dtype]) -> list[int]:
+    """Those of MS that the kernel takes in some of the dtypes."""
+    format = get_format(key)
+    return [m for m in MS if any(kernel.supports(Problem(format, dtype, m, *shape, arch)) is None for dtype in dtypes)]
 
 
 def draw(kernel: Kernel, key: str, seed: int, arch: str) -> Group:
@@ -133,7 +139,11 @@ def draw(kernel: Kernel, key: str, seed: int, arch: str) -> Group:
     rng = random.Random(f"{key} {seed}")
     for _ in range(200):
         n, k = _shape(rng, key, tall=arch != "cpu")
-        dtypes, ms = rng.sample(DTYPES, rng.choice((1, 1, 2))), rng.sample(MS, 3)  # few, as each may be a compilation
+        dtypes = rng.sample(DTYPES, rng.choice((1, 1, 2)))
+        served = _served(kernel, key, (n, k), arch, dtypes)
+        if not served:
+            continue
+        ms = rng.sample(served, min(3, len(served)))  # few, as each may be a compilation
         cases = tuple(
             case
             for number in range(PROBLEMS)

@@ -19,8 +19,8 @@ from torch import Tensor
 
 import kernel_fuzz
 from halfbyte import reference
-from halfbyte.formats import PackedWeight
-from halfbyte.kernels import Kernel, nvrtc
+from halfbyte.formats import PackedWeight, get_format
+from halfbyte.kernels import Kernel, Problem, kernels, nvrtc
 
 CPU = torch.device("cpu")
 TESTS = Path(__file__).parent
@@ -205,11 +205,21 @@ def test_the_registered_kernels_pass() -> None:
 
 
 def test_the_tests_for_gpus_pass_on_cpu_kernels() -> None:
-    """Those that need no CUDA find nothing wrong with what is here, and are not all skipped."""
+    """Those that need no CUDA find nothing wrong with what is here, nor with a kernel that takes no few rows of x.
+
+    And they are not all skipped.
+    """
+    options = ["-q", "-rN", "-vv", "-p", "no:cacheprovider", "-p", "kernel_for_many"]
+    environment = {
+        "HALFBYTE_TEST_DEVICE": "cpu",
+        "HALFBYTE_FUZZ": "200",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(TESTS),
+    }
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu", "-k", "not 4096 and not 14336"],
+        [sys.executable, "-m", "pytest", *options, "tests/gpu", "-k", "not 4096 and not 14336 and not 24600"],
         cwd=TESTS.parent,
-        env={**os.environ, "HALFBYTE_TEST_DEVICE": "cpu", "HALFBYTE_FUZZ": "200", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
     )
@@ -217,6 +227,31 @@ def test_the_tests_for_gpus_pass_on_cpu_kernels() -> None:
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed
     assert int(passed[1]) > 100
+    of_many = re.findall(r"(\w+)\[for_many-.*\] PASSED", done.stdout)
+    assert {"test_error", "test_single_weights", "test_rows_are_batch_invariant", "test_random_problems"} <= set(
+        of_many
+    )
+
+
+@pytest.mark.parametrize("kernel", [each for each in kernels() if each.backend == "cuda"], ids=lambda each: each.name)
+def test_every_gpu_kernel_is_given_problems_that_it_takes(kernel: Kernel) -> None:
+    """Whatever rows of x it is for: drawn for the card that it serves, from its fewest to its most."""
+    reason = nvrtc.missing()
+    if reason is not None:
+        pytest.skip(reason)
+    keys = kernel_fuzz.keys_of(kernel, "sm_90a")
+    assert "nf4-64" in keys
+    groups = [kernel_fuzz.draw(kernel, "nf4-64", seed, "sm_90a") for seed in range(40)]
+    cases = [(group, case) for group in groups for case in group.cases]
+    format = get_format("nf4-64")
+    for group, case in cases:
+        assert kernel.supports(Problem(format, case.dtype, case.m, group.n, group.k, "sm_90a")) is None
+    drawn = {case.m for _, case in cases}
+    served = {
+        m for m in kernel_fuzz.MS if kernel.supports(Problem(format, torch.bfloat16, m, 64, 512, "sm_90a")) is None
+    }
+    assert drawn == served
+    assert len(cases) >= 40 * kernel_fuzz.PROBLEMS // 2
 
 
 @pytest.mark.parametrize(

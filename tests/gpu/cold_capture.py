@@ -16,7 +16,7 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).parents[1])]
 
-from walk import KERNELS, activations, apply, fitting, weight_of  # noqa: E402
+from walk import KERNELS, activations, apply, fitting, rows_of, weight_of  # noqa: E402
 
 from halfbyte import reference  # noqa: E402
 from halfbyte.formats import PackedWeight  # noqa: E402
@@ -49,7 +49,7 @@ def first_call_captured(name: str, weight: PackedWeight, x: torch.Tensor) -> str
 
 def main(name: str, key: str) -> None:
     n, k = fitting(key, 1024, 2048)
-    x = activations(1, k, torch.bfloat16)
+    x = activations(rows_of(KERNELS[name], key, torch.bfloat16, n, k, 1)[0], k, torch.bfloat16)
     weights = [weight_of(key, n, k, seed) for seed in (1, 2)]
     torch.cuda.synchronize()
     for what, weight in zip(("kernel never seen", "weight never seen"), weights, strict=True):

@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1])]
 
-from walk import ARCH, DEVICE, KERNELS, PRESENT, activations, apply, fitting, weight_of  # noqa: E402
+from walk import ARCH, DEVICE, KERNELS, PRESENT, activations, apply, fitting, rows_of, weight_of  # noqa: E402
 
 import kernel_fuzz  # noqa: E402
 
@@ -121,7 +121,7 @@ def control(name: str) -> None:
 
     key = kernel_fuzz.keys_of(KERNELS[name], ARCH)[0]
     n, k = fitting(key, 2048, 256)
-    x = activations(1, k, torch.bfloat16)
+    x = activations(rows_of(KERNELS[name], key, torch.bfloat16, n, k, 1)[0], k, torch.bfloat16)
     apply(KERNELS[name], x, weight_of(key, n, k), torch.zeros(4, dtype=torch.bfloat16, device=DEVICE))
     torch.cuda.synchronize()
 

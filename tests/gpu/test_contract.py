@@ -7,11 +7,13 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
-from walk import ALL, ARCH, DEVICE, DTYPES, KERNELS, activations, apply, fitting, serves, some, weight_of
+from walk import ALL, ARCH, DEVICE, DTYPES, KERNELS, activations, apply, fitting, rows_of, serves, some, weight_of
 
+import halfbyte
 from halfbyte import reference
-from halfbyte.formats import PackedWeight
-from halfbyte.kernels import Kernel
+from halfbyte.formats import PackedWeight, get_format
+from halfbyte.kernels import Kernel, Problem
+from halfbyte.plan import plan
 from kernel_fuzz import keys_of, takes_strict
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -21,7 +23,7 @@ PAIRS = {
     (4096, 4096): ((FP16, 1), (BF16, 8), (FP16, 37), (FP32, 1)),
 }
 LONG = {(1000, 1536): BF16, (4096, 4096): FP16, (512, 14336): FP32}
-PROBES = ((BF16, 1), (BF16, 8), (FP16, 8), (FP32, 1))
+PROBES = ((BF16, 1, 8), (FP16, 8), (FP32, 1))
 SEEN_ON = "sm_90a"
 
 
@@ -56,7 +58,7 @@ def test_single_weights(name: str, key: str) -> None:
     weight = weight_of(key, n, k)
     swapped = reference.swap_nibbles(weight)
     columns = list(range(0, k, max(1, k // 50)))
-    probes = [(dtype, m) for dtype, m in PROBES if serves(kernel, key, dtype, m, n, k)]
+    probes = [(dtype, m) for dtype, *ms in PROBES for m in rows_of(kernel, key, dtype, n, k, *ms)]
     assert probes
     for dtype, m in probes:
         for strict in (False, True)[: 1 + takes_strict(kernel)]:
@@ -74,8 +76,9 @@ def test_single_weights(name: str, key: str) -> None:
 
 
 def in_chunks(kernel: Kernel, m: int, strict: bool, x: Tensor, weight: PackedWeight) -> Tensor:
-    """The kernel's answer, `m` rows at a time."""
-    return torch.cat([apply(kernel, rows, weight, strict=strict) for rows in x.split(m)])
+    """The kernel's answer, `m` rows at a time; the last are filled up with zeros."""
+    filled = torch.nn.functional.pad(x, (0, 0, 0, -len(x) % m))
+    return torch.cat([apply(kernel, rows, weight, strict=strict) for rows in filled.split(m)])[: len(x)]
 
 
 @pytest.mark.parametrize("exponent", [-100, -60, -14, 60, 100])
@@ -86,37 +89,68 @@ def test_extreme_activations(name: str, key: str, exponent: int) -> None:
     weight = weight_of(key, n, k)
     for dtype in DTYPES:
         scale = 2.0 ** (10 if exponent > 0 else -12) if dtype == torch.float16 else 2.0**exponent
-        x = (activations(4, k, torch.float32) * scale).to(dtype)
+        rows = rows_of(kernel, key, dtype, n, k, 1, 4)
+        x = (activations(max(rows, default=1), k, torch.float32) * scale).to(dtype)
         x = torch.where(torch.isfinite(x), x, 0)
-        for m in (1, 4):
-            if serves(kernel, key, dtype, m, n, k):
-                y = reference.linear(x[:m], weight)
-                reference.assert_within_contract(apply(kernel, x[:m], weight), y, f"{name} {key} {dtype} 2^{exponent}")
+        for m in rows:
+            y = reference.linear(x[:m], weight)
+            reference.assert_within_contract(apply(kernel, x[:m], weight), y, f"{name} {key} {dtype} 2^{exponent}")
 
 
 @pytest.mark.parametrize("shape", LONG, ids=str)
 @pytest.mark.parametrize(("name", "key"), some(4))
-def test_a_row_has_the_same_bits_always(name: str, key: str, shape: tuple[int, int]) -> None:
-    """Run after run, alone, inside any batch, and wherever in the batch it is."""
+def test_rows_are_batch_invariant(name: str, key: str, shape: tuple[int, int]) -> None:
+    """A row has the same bits run after run, alone, inside any batch, and wherever in the batch it is.
+
+    A kernel for many rows is asked for the fewest that it takes instead of one.
+    """
     kernel, (n, k) = KERNELS[name], fitting(key, *shape)
     weight = weight_of(key, n, k)
     dtype, limit = LONG[shape], min(kernel.batch_invariant_to, 64)
-    if not serves(kernel, key, dtype, 1, n, k):
+    ms = [m for m in (1, 2, 3, 4, 7, 8, 9, 16, 33, 64) if m <= limit and serves(kernel, key, dtype, m, n, k)]
+    if not ms:
         pytest.skip(f"{name} does not take {dtype} in {key}")
-    ms = [m for m in (2, 3, 4, 7, 8, 9, 16, 33, 64) if m <= limit and serves(kernel, key, dtype, m, n, k)]
+    fewest, rows = ms[0], ms[-1]
     for strict in (False, True)[: 1 + takes_strict(kernel)]:
-        rows = max([1, *ms])
         x = activations(rows, k, dtype)
         x[-1] *= 1000 if dtype != torch.float16 else 1  # what one row holds is no matter to the others
-        alone = torch.cat([apply(kernel, x[i : i + 1], weight, strict=strict) for i in range(rows)])
+        alone = torch.cat([apply(kernel, x.roll(-i, 0)[:fewest], weight, strict=strict)[:1] for i in range(rows)])
         for _ in range(10):
-            assert torch.equal(apply(kernel, x[:1], weight, strict=strict), alone[:1]), "M=1 again"
-        for m in ms:
+            assert torch.equal(apply(kernel, x[:fewest], weight, strict=strict), alone[:fewest]), f"M={fewest} again"
+        for m in ms[1:]:
             for turn in (0, 1, m - 1):
                 out = apply(kernel, x[:m].roll(turn, 0), weight, strict=strict)
                 assert torch.equal(out, alone[:m].roll(turn, 0)), f"M={m} rolled by {turn} strict={strict}"
             again = [apply(kernel, x[:m], weight, strict=strict) for _ in range(5)]
             assert all(torch.equal(out, alone[:m]) for out in again), f"M={m} again"
+
+
+# (24600, 1088) goes from one kernel to the next between M = 8 and 16, (4096, 4096) later
+ACROSS = {(24600, 1088): BF16, (4096, 4096): FP16, (1040, 1536): BF16}
+
+
+@pytest.mark.parametrize("shape", ACROSS, ids=str)
+@pytest.mark.parametrize("key", ["nf4-64", "nf4-32", "nf4-64-nested", "fp4-4096", "mxfp4", "q4_0"])
+def test_rows_are_batch_invariant_across_kernels(key: str, shape: tuple[int, int]) -> None:
+    """Through the operator, which takes another kernel for more rows: a row alone has its bits among up to 64."""
+    (n, k), dtype = fitting(key, *shape), ACROSS[shape]
+    ms = [m for m in (1, 8, 9, 16, 33, 64) if DEVICE.type == "cuda" or invariant_here(key, dtype, m, n, k)]
+    assert len(ms) > 1
+    weight, bias = weight_of(key, n, k), torch.randn(n, device=DEVICE)
+    x = activations(ms[-1], k, dtype)
+    x[1::5] *= 2.0**-20 if dtype == torch.bfloat16 else 2.0**-6  # rows and units whose power of two is another
+    x[2::5, : k // 2] = 0
+    alone = torch.cat([halfbyte.linear(row, weight, bias) for row in x.split(1)])
+    for m in ms:
+        for turn in (0, m // 2, 1):
+            out = halfbyte.linear(x[:m].roll(turn, 0), weight, bias)
+            assert torch.equal(out, alone[:m].roll(turn, 0)), f"{key} {n} × {k} {dtype} M={m} rolled by {turn}"
+
+
+def invariant_here(key: str, dtype: torch.dtype, m: int, n: int, k: int) -> bool:
+    """Whether the kernel that one row of x goes to promises the same bits for m."""
+    first, kernel = (plan(Problem(get_format(key), dtype, each, n, k, ARCH)).kernel for each in (1, m))
+    return first is kernel and m <= kernel.batch_invariant_to
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="takes a GPU's memory")
@@ -133,8 +167,7 @@ def test_more_weights_than_32_bits_count(name: str, key: str) -> None:
     parts = {name: part.repeat(repeats[name]) if part.dim() else part for name, part in base.parts.items()}
     weight = PackedWeight(base.format, (times * n, k), parts)
     assert times * n * k > 2**32
-    for m in (1, 8):
-        if serves(kernel, key, torch.bfloat16, m, times * n, k):
-            x = activations(m, k, torch.bfloat16)
-            y = reference.linear(x, base).repeat(1, times)
-            reference.assert_within_contract(apply(kernel, x, weight), y, f"{name} {key} M={m}")
+    for m in rows_of(kernel, key, torch.bfloat16, times * n, k, 1, 8):
+        x = activations(m, k, torch.bfloat16)
+        y = reference.linear(x, base).repeat(1, times)
+        reference.assert_within_contract(apply(kernel, x, weight), y, f"{name} {key} M={m}")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from walk import DEVICE, KERNELS, activations, apply, fitting, serves, some, weight_of
+from walk import DEVICE, KERNELS, activations, apply, fitting, rows_of, some, weight_of
 
 import halfbyte
 from halfbyte import reference
@@ -22,9 +22,10 @@ pytestmark = pytest.mark.skipif(DEVICE.type != "cuda", reason="about CUDA")
 
 
 def served(kernel: Kernel, key: str, n: int, k: int, *ms: int) -> list[int]:
-    """Those of `ms` that the kernel takes in bf16; M = 1 it must."""
-    assert serves(kernel, key, BF16, 1, n, k)
-    return [m for m in ms if serves(kernel, key, BF16, m, n, k)]
+    """Those of `ms` rows of x that the kernel takes in bf16, or others; some it must."""
+    rows = rows_of(kernel, key, BF16, n, k, *ms)
+    assert rows
+    return rows
 
 
 def refill(weight: PackedWeight, other: PackedWeight) -> None:
@@ -63,7 +64,8 @@ def test_inputs_written_just_before_are_seen(name: str, key: str, captured: bool
     """x, weight and bias are each written by the kernel right before the launch, and x is overwritten right after."""
     kernel, (n, k) = KERNELS[name], fitting(key, 4096, 4096)
     sources = [weight_of(key, n, k, seed) for seed in (1, 2)]
-    xs = [activations(2 if 2 in served(kernel, key, n, k, 2) else 1, k, BF16, seed) for seed in (1, 2)]
+    m = max(served(kernel, key, n, k, 1, 2))
+    xs = [activations(m, k, BF16, seed) for seed in (1, 2)]
     biases = [torch.randn(n, device=DEVICE) for _ in range(2)]
     expected = [[apply(kernel, x, source, bias) for x, bias in zip(xs, biases, strict=True)] for source in sources]
     weight, x, bias = weight_of(key, n, k, 3), xs[0].clone(), biases[0].clone()
@@ -105,7 +107,9 @@ def test_layers_that_follow_each_other(name: str, key: str) -> None:
     if n != k:
         pytest.skip(f"{key} has no square layer of this size")
     layers = [weight_of(key, n, k, seed) for seed in range(6)]
-    start = activations(1, k, torch.float32) * 0.03
+    fp32 = rows_of(kernel, key, torch.float32, n, k, 1)
+    dtype, (m, *_) = (torch.float32, fp32) if fp32 else (BF16, served(kernel, key, n, k, 1))
+    start = activations(m, k, dtype) * 0.03
 
     def forward(synchronised: bool) -> Tensor:
         x = start
@@ -115,8 +119,6 @@ def test_layers_that_follow_each_other(name: str, key: str) -> None:
                 torch.cuda.synchronize()
         return x
 
-    if not serves(kernel, key, torch.float32, 1, n, k):
-        pytest.skip(f"{name} does not take fp32 in {key}")
     wanted = forward(True)
     assert torch.isfinite(wanted).all()
     for _ in range(5):
@@ -128,7 +130,7 @@ def test_two_streams_at_once(name: str, key: str) -> None:
     kernel, (n, k) = KERNELS[name], fitting(key, 4096, 4096)
     shared = weight_of(key, n, k, 3)
     weights = [weight_of(key, n, k, seed) for seed in (1, 2)]
-    xs = [activations(1, k, BF16, seed) for seed in (1, 2)]
+    xs = [activations(served(kernel, key, n, k, 1)[0], k, BF16, seed) for seed in (1, 2)]
     expected = [[apply(kernel, x, each) for each in (weight, shared)] for x, weight in zip(xs, weights, strict=True)]
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     torch.cuda.synchronize()
