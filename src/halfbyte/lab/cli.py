@@ -20,12 +20,14 @@ lab_app = typer.Typer(no_args_is_help=True, help="See what the machine did: mach
 
 @lab_app.command("sass")
 def sass_command(
-    kernel: Annotated[str, typer.Argument(help="codebook_mma, or a rung of the ladder: fp16, q4_bytes, q4_wide, …")],
+    kernel: Annotated[
+        str, typer.Argument(help="codebook_mma, codebook_wgmma, or a rung of the ladder: fp16, q4_wide, …")
+    ],
     arch: Annotated[list[str] | None, typer.Option(help="CUDA architecture, as sm_90a; may be given again.")] = None,
     card: Annotated[str | None, typer.Option(help="Card of the predicted bound: h200, 5090, …")] = None,
-    format: Annotated[str, typer.Option(help="Format key, for codebook_mma.")] = "nf4-64",
-    dtype: Annotated[str, typer.Option(help="Activations, for codebook_mma: bf16 or fp16.")] = "bf16",
-    m: Annotated[int, typer.Option("--M", help="Rows of x, for codebook_mma.", min=1)] = 1,
+    format: Annotated[str, typer.Option(help="Format key, for the codebook kernels.")] = "nf4-64",
+    dtype: Annotated[str, typer.Option(help="Activations, for the codebook kernels: bf16 or fp16.")] = "bf16",
+    m: Annotated[int, typer.Option("--M", help="Rows of x, for the codebook kernels.", min=1)] = 1,
     n: Annotated[int, typer.Option("--N", help="Rows of the weight.", min=1)] = 16384,
     k: Annotated[int, typer.Option("--K", help="Columns of the weight.", min=1)] = 16384,
     listing: Annotated[bool, typer.Option("--listing", help="Print the machine code, its main loop marked.")] = False,

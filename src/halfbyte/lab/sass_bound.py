@@ -86,7 +86,7 @@ def bound(loop: Sequence[str], weights: int, accesses: Sequence[Access], bytes_p
     """
     pipes = sass.by_pipe(loop)
     shared, through_l1 = _turns(loop, accesses, "shared"), _turns(loop, accesses, "global")
-    stores = sum(_store_turns(line) for line in loop)
+    stores = sum(_store_turns(line) + _operand_turns(line) for line in loop)
     clocks = {
         "issue": len(loop) * WARP / ISSUE_LANES,
         "ALU": pipes["ALU"] * WARP / ALU_LANES,
@@ -125,10 +125,27 @@ def _store_turns(instruction: str) -> int:
     return max(1, bits // 32)
 
 
+def _group_columns(instruction: str) -> int:
+    """Columns of a warpgroup's tensor instruction (32 of HGMMA.64x32x16), 0 of others."""
+    first, *words = sass.opcode(instruction).split(".")
+    shape = next((word for word in words if word.startswith("64x")), "") if first == "HGMMA" else ""
+    return int(shape.split("x")[1]) if shape else 0
+
+
+def _operand_turns(instruction: str) -> float:
+    """A warp's quarter of the turns in which a warpgroup's instruction reads 16 k of its columns, 16 bits each."""
+    return _group_columns(instruction) * 16 * 2 / 128 / 4
+
+
 def _multiply_adds(instruction: str) -> int:
-    """Of one warp's tensor instruction m16n8kK, K from its name: 16 of HMMA.16816, 8 of HMMA.1688, 32 of IMMA.16832."""
+    """Of one warp's tensor instruction m16n8kK, K from its name: 16 of HMMA.16816, 8 of HMMA.1688, 32 of IMMA.16832.
+
+    A warp's quarter of HGMMA.64xNx16 is m16nNk16.
+    """
     first, *words = sass.opcode(instruction).split(".")
     if first not in sass.PIPES["tensor"]:
         return 0
+    if columns := _group_columns(instruction):
+        return 16 * columns * 16
     shape = next((word for word in words if word.startswith("168")), "16816")
     return 16 * 8 * int(shape[3:])

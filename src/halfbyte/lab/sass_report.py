@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from ..formats import get_format
-from ..kernels import codebook_mma, nvrtc
+from .. import kernels as registry
+from ..formats import BlockFormat, get_format
+from ..kernels import codebook_mma, codebook_wgmma, nvrtc
 from . import sass
 from .cards import CARDS, Card
 from .ladder_rungs import BLOCK, RUNGS, Rung
@@ -98,7 +99,7 @@ class Report:
 
 def kernels() -> tuple[str, ...]:
     """Names that `examine` knows."""
-    return (codebook_mma.STEM, *(rung.stem for rung in RUNGS))
+    return (*MULTIPLIERS, *(rung.stem for rung in RUNGS))
 
 
 def card_of(arch: str) -> Card | None:
@@ -135,8 +136,8 @@ def examine(name: str, arch: str, problem: Problem, card: Card | None = None) ->
 
 
 def _maker(name: str) -> Callable[[str, Problem, Card | None], Code]:
-    if name == codebook_mma.STEM:
-        return _codebook_mma
+    if name in MULTIPLIERS:
+        return MULTIPLIERS[name]
     for rung in RUNGS:
         if name in (rung.stem, rung.stem.removeprefix("ladder_")):
             return lambda arch, problem, card: _rung(rung, arch)
@@ -153,20 +154,45 @@ def _rung(rung: Rung, arch: str) -> Code:
 
 def _codebook_mma(arch: str, problem: Problem, card: Card | None) -> Code:
     """Its weights a round are what its tensor instructions multiply: each holds 16 x 16 of them."""
+    format, dtype = _asked(codebook_mma.STEM, problem)
+    multiprocessors = card.multiprocessors if card else codebook_mma.MULTIPROCESSORS
+    config, _ = codebook_mma.configure(format, dtype, problem.m, problem.n, problem.k, arch, multiprocessors)
+    times = -(-problem.m // MMA_COLUMNS)  # a weight meets this many groups of rows of x
+    return _multiplier(codebook_mma.STEM, arch, asdict(config), problem, "HMMA", times)
+
+
+def _codebook_wgmma(arch: str, problem: Problem, card: Card | None) -> Code:
+    """As codebook_mma's, but a weight meets all rows of x in one instruction."""
+    format, dtype = _asked(codebook_wgmma.STEM, problem)
+    n, k, m = problem.n, problem.k, min(problem.m, codebook_wgmma.CHUNK)
+    if reason := codebook_wgmma.reason_against(registry.Problem(format, dtype, problem.m, n, k, arch)):
+        raise ValueError(f"lab sass {codebook_wgmma.STEM}: it {reason}")
+    multiprocessors = card.multiprocessors if card else codebook_mma.MULTIPROCESSORS
+    side = not codebook_mma.copies_fp32(format, k, arch)
+    config = codebook_wgmma.configure(format, dtype, m, n, k, multiprocessors, side)
+    return _multiplier(codebook_wgmma.STEM, arch, asdict(config), problem, "HGMMA", 1)
+
+
+MULTIPLIERS = {codebook_mma.STEM: _codebook_mma, codebook_wgmma.STEM: _codebook_wgmma}
+
+
+def _asked(stem: str, problem: Problem) -> tuple[BlockFormat, torch.dtype]:
+    """The format and dtype asked for. Raises ValueError for others than the kernel `stem` multiplies."""
     if problem.dtype not in TENSOR_DTYPES:
-        raise ValueError(f"lab sass {codebook_mma.STEM} takes x in {' or '.join(TENSOR_DTYPES)}, got '{problem.dtype}'")
+        raise ValueError(f"lab sass {stem} takes x in {' or '.join(TENSOR_DTYPES)}, got '{problem.dtype}'")
     format = get_format(problem.format)
     format.check_shape(problem.n, problem.k)
-    multiprocessors = card.multiprocessors if card else 132
-    dtype = TENSOR_DTYPES[problem.dtype]
-    config, _ = codebook_mma.configure(format, dtype, problem.m, problem.n, problem.k, arch, multiprocessors)
-    macros = asdict(config)
-    cubin = nvrtc.compile(codebook_mma.STEM, arch, macros)
+    return format, TENSOR_DTYPES[problem.dtype]
+
+
+def _multiplier(stem: str, arch: str, macros: dict[str, int], problem: Problem, instruction: str, times: int) -> Code:
+    """A kernel whose tensor instructions each hold 16 x 16 weights of a warp, `times` of them the same."""
+    format = get_format(problem.format)
+    cubin = nvrtc.compile(stem, arch, macros)
     code = sass.disassemble(cubin)
-    times = -(-problem.m // MMA_COLUMNS)  # a weight meets this many groups of rows of x
-    weights = sass.count(code.main_loop())["HMMA"] * MMA_ROWS * MMA_K // times
+    weights = sass.count(code.main_loop())[instruction] * MMA_ROWS * MMA_K // times
     size = sum(_bytes(part.shape, part.dtypes) for part in format.parts(problem.n, problem.k).values())
-    return Code(codebook_mma.STEM, arch, macros, cubin, code, weights, size / problem.n / problem.k)
+    return Code(stem, arch, macros, cubin, code, weights, size / problem.n / problem.k)
 
 
 def _bytes(shape: Sequence[int], dtypes: Sequence[torch.dtype]) -> int:

@@ -41,6 +41,7 @@
 #define EARLY (CODE_BYTES >= 16384 ? 2 : 4)      // slots whose weights are sent for before x is there
 // whether registers hold the fragments of two units, so that one is decoded while the other is multiplied
 #define AHEAD (UNITS * SUMS + SUMS + 32 + 24 <= CONSUMER_REGISTERS)
+#define SCALES_OF_STAGE (UNITS == 4 && SUBS == 1 && AHEAD && !SCALE_SIDE)    // whether a thread loads the scales of a stage at once
 
 #define TABLE_AT 1024                            // where a block's own shared memory begins, as the table's addresses have it
 #define TABLE_BYTES 32768
@@ -274,7 +275,11 @@ struct Multiplier {
         wgmma_commit();
     }
 
-    // The scales of this thread's two rows in a scale block.
+    // The scales of this thread's two rows: of a stage where registers hold them, else of a scale block.
+    METHOD void load_scales(u32 slot, u32 (&scale)[2][4]) const {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) lds128(scales + slot * SCALE_BYTES + h * 8 * SCALE_PITCH, scale[h][0], scale[h][1], scale[h][2], scale[h][3]);
+    }
     METHOD void load_scale(u32 slot, int u, int sub, float (&scale)[2]) const {
         const int block = (unit0 + u) * SUBS + sub;
         const int row = SUBS == 1 ? 0 : row_of(this_thread() >> 2 & 7);    // of eight: all that swizzling looks at
@@ -302,6 +307,8 @@ struct Multiplier {
     METHOD void stage(u32 (&a)[1 + AHEAD][4][4], float (&chain)[UNITS][SUMS], bool more, Place& next, u32 barriers) const {
         const u32 slot = next.slot;
         next.step();
+        u32 of_stage[2][4];
+        if (SCALES_OF_STAGE) load_scales(slot, of_stage);
         bool scaled = false;
         if (X_TYPE == 1) {
             u32 said[TEAM];    // of each unit
@@ -323,7 +330,10 @@ struct Multiplier {
             for (int sub = 0; sub < SUBS; ++sub) {
                 float sum[SUMS], scale[2];
                 start(slot, u, sub, a[AHEAD ? (FIRST + u) % 2 : 0], sum);
-                load_scale(slot, u, sub, scale);
+                if (SCALES_OF_STAGE)
+                    scale[0] = __uint_as_float(of_stage[0][u]), scale[1] = __uint_as_float(of_stage[1][u]);
+                else
+                    load_scale(slot, u, sub, scale);
                 if (AHEAD && sub == 0) decode_next();
                 wgmma_wait<0>();
 #pragma unroll
