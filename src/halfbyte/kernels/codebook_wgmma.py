@@ -141,10 +141,11 @@ def configurations(
             if cluster > 4 * ranks:
                 continue
             producer, consumer = REGISTERS[row_groups * unit_groups]
-            if row_groups == 4 and columns(m) == 32:
-                if side:
-                    continue  # too few registers are left for decoding scales
-                producer, consumer = MOST_SUMS
+            if columns(m) == 32 and row_groups * unit_groups == 4 and row_groups > 1:
+                if block == 32 or (row_groups == 4 and side):
+                    continue  # the registers would not do
+                if row_groups == 4:
+                    producer, consumer = MOST_SUMS
             for stages in (8, 7, 6, 5, 4, 3, 2):
                 config = Config(
                     ROW_GROUPS=row_groups,
