@@ -28,7 +28,7 @@ from walk import ARCH, DEVICE, KERNELS, PRESENT, activations, apply, fitting, ro
 import kernel_fuzz  # noqa: E402
 
 TIMEOUT_S = 150
-FORMATS, COMPILE = 4, 8  # of each kernel: formats, and configurations
+FORMATS, COMPILE = 4, 16  # of each kernel: formats, and compilations, of which a configuration may need two
 PROBLEMS = 100
 FINISHED = "all problems done"
 FOUND = 9  # the tools' exit status if they found something
