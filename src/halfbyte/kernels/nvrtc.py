@@ -28,6 +28,7 @@ MAGIC = b"halfbyte cubin 1\n"
 DIGEST_BYTES = 32
 
 _lock = threading.Lock()
+_importing = threading.Lock()  # cuda-core's first import fails where two threads are at it
 _cubins: dict[str, bytes] = {}
 _kernels: dict[tuple[str, int], Any] = {}
 
@@ -159,7 +160,8 @@ def _key(source: str, arch: str, macros: Mapping[str, int]) -> str:
 
 
 def _compile(source: str, stem: str, arch: str, macros: Mapping[str, int]) -> bytes:
-    from cuda.core import Program, ProgramOptions
+    with _importing:
+        from cuda.core import Program, ProgramOptions
 
     defines = [(name, str(value)) for name, value in sorted(macros.items())]
     options = ProgramOptions(name=f"{stem}.cu", arch=arch, std="c++17", define_macro=defines)

@@ -42,8 +42,8 @@ extern "C" __global__ void __launch_bounds__(64) codebook_wgmma_x(const __grid_c
         for (int i = 0; i < COLUMNS / 8; ++i) {
             const int row = 8 * i + (threadIdx.x >> 3);
             if (row >= p.m || unit >= p.k / UNIT) continue;
-            const uint4 raw = __ldg((const uint4*)((const u8*)p.x + row * p.x_stride * 2 + (u64)unit * UNIT * 2) + part);
-            word[i][0] = raw.x, word[i][1] = raw.y, word[i][2] = raw.z, word[i][3] = raw.w;
+            const u8* from = (const u8*)p.x + row * p.x_stride * 2 + (u64)unit * UNIT * 2 + part * 16;
+            asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(word[i][0]), "=r"(word[i][1]), "=r"(word[i][2]), "=r"(word[i][3]) : "l"(from));
         }
         bool scaled = false;
 #pragma unroll
