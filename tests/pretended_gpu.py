@@ -17,11 +17,11 @@ from torch import Tensor
 
 from halfbyte import ops
 from halfbyte.formats import PackedWeight
-from halfbyte.kernels import codebook_mma, launch, nvrtc, shortcut
+from halfbyte.kernels import codebook, codebook_mma, launch, nvrtc, shortcut
 from halfbyte.kernels.launch import Launcher
 
 NAME = b"dlpack_exchange_api"  # of the capsule; kept, as the capsule does not copy it
-DTYPES = list(codebook_mma.X_TYPES)  # the pretended kernel for x of the i-th is i + 1
+DTYPES = list(codebook.X_TYPES)  # the pretended kernel for x of the i-th is i + 1
 
 
 class PretendedGpu:
@@ -48,7 +48,7 @@ class PretendedGpu:
         if self.errors:
             return self.errors.pop()
         pointers = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))
-        scales = codebook_mma._Scales.from_address(pointers[2] or 0)
+        scales = codebook.Scales.from_address(pointers[2] or 0)
         call = codebook_mma._Problem.from_address(pointers[3] or 0)
         weight = self.weights[call.codes, scales.values, call.n]
         dtype = DTYPES[function - 1]
@@ -86,8 +86,8 @@ def use(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "arch_of", lambda device: "sm_90a")
     monkeypatch.setattr(ops, "_weights", ops.Memo())
     monkeypatch.setattr(codebook_mma, "reason_against", lambda problem: None)
-    monkeypatch.setattr(codebook_mma, "device_of", lambda index: ("sm_90a", 132))
-    monkeypatch.setattr(codebook_mma, "tensor_map", lambda *arguments: codebook_mma.TensorMap())
+    monkeypatch.setattr(codebook, "device_of", lambda index: ("sm_90a", 132))
+    monkeypatch.setattr(codebook, "tensor_map", lambda *arguments: codebook.TensorMap())
     monkeypatch.setattr(nvrtc, "load", lambda stem, arch, macros, *rest: 1 + macros["X_TYPE"])
     monkeypatch.setattr(nvrtc, "function", lambda kernel: kernel)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: gpu.stream, raising=False)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats import PackedWeight, quantize
-from halfbyte.kernels import codebook_mma
+from halfbyte.kernels import codebook, codebook_mma
 from halfbyte.kernels.launch import Launcher
 
 
@@ -41,7 +41,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Launches:
     launches = Launches()
     monkeypatch.setattr(codebook_mma, "bind", launches.bind)
     monkeypatch.setattr(Launcher, "_shared", OrderedDict())
-    monkeypatch.setattr(codebook_mma, "device_of", lambda index: ("sm_90a", 132))
+    monkeypatch.setattr(codebook, "device_of", lambda index: ("sm_90a", 132))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: launches.stream, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: launches.capturing)
     return launches

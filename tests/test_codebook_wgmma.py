@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats import PackedWeight, get_format, quantize
-from halfbyte.kernels import Problem, codebook_mma, codebook_wgmma, nvrtc
+from halfbyte.kernels import Problem, codebook, codebook_mma, codebook_wgmma, nvrtc
 from halfbyte.kernels.codebook_wgmma import CHUNK, IMAGE_STEM, MAX_M, TEAM, UNIT, Config
 from halfbyte.kernels.launch import Launcher
 from halfbyte.plan import plan
@@ -27,7 +27,7 @@ Chains = dict[tuple[int, int, int], list[int]]  # units of K by rank, piece (the
 
 
 def all_configurations(n: int, k: int, m: int = 16) -> list[Config]:
-    side = not codebook_mma.copies_fp32(NF4, k, codebook_wgmma.ARCH)
+    side = not codebook.copies_fp32(NF4, k, codebook_wgmma.ARCH)
     return list(codebook_wgmma.configurations(NF4, BF16, m, n, k, MULTIPROCESSORS, side))
 
 
@@ -74,7 +74,7 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches can be made without a GPU, and not be launched."""
     monkeypatch.setattr(nvrtc, "load", lambda *arguments: 0)
     monkeypatch.setattr(nvrtc, "function", lambda kernel: 0)
-    monkeypatch.setattr(codebook_mma, "tensor_map", lambda *arguments: codebook_mma.TensorMap())
+    monkeypatch.setattr(codebook, "tensor_map", lambda *arguments: codebook.TensorMap())
 
 
 def weight_without_memory(n: int, k: int) -> PackedWeight:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from halfbyte.formats import get_format
-from halfbyte.kernels import Problem, codebook_mma, codebook_wgmma, nvrtc
+from halfbyte.kernels import Problem, codebook, codebook_mma, codebook_wgmma, nvrtc
 from halfbyte.lab import sass
 
 pytestmark = pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
@@ -52,7 +52,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 def macros(case: tuple[Any, ...], arch: str) -> dict[str, int]:
     key, dtype, m, n, k, strict, side = case
-    side = side or arch not in codebook_mma.BULK_COPY
+    side = side or arch not in codebook.BULK_COPY
     m = min(m, codebook_mma._chunk(arch))
     try:
         config, _ = codebook_mma.configure(get_format(key), dtype, m, n, k, arch, 132, strict, side)
@@ -80,7 +80,7 @@ def test_no_local_memory_and_the_widths_meant(case: tuple[Any, ...], arch: str) 
     assert loop["LDS.128"] >= 2, "x is read 16 bytes a lane"
 
 
-@pytest.mark.parametrize("arch", codebook_mma.BULK_COPY)
+@pytest.mark.parametrize("arch", codebook.BULK_COPY)
 def test_codes_come_by_bulk_copy(arch: str) -> None:
     code = sass.disassemble(nvrtc.compile("codebook_mma", arch, macros(CASES[0], arch)))
     assert sass.count(code.instructions)["UTMALDG"] >= 2
@@ -118,9 +118,9 @@ def test_every_row_and_unit_is_someones(n: int, k: int) -> None:
         assert grid.clusters * config.SPLIT <= 132
         assert 1 <= config.LAST <= config.TILES
         assert (slab - config.LAST) % config.TILES == 0, "the larger slabs end with a pass of LAST tiles"
-        assert grid.units % codebook_mma.TEAM == 0
-        assert k <= grid.units * config.SPLIT * codebook_mma.UNIT
-        assert k > grid.units * (config.SPLIT - 1) * codebook_mma.UNIT, "no block without work in K"
+        assert grid.units % codebook.TEAM == 0
+        assert k <= grid.units * config.SPLIT * codebook.UNIT
+        assert k > grid.units * (config.SPLIT - 1) * codebook.UNIT, "no block without work in K"
         assert config.shared_bytes <= codebook_mma.room("sm_90a", config.RESIDENT)
         splits.add((config.SPLIT, grid.units))
     assert len(splits) == 1, "the order of summation must not depend on M"
@@ -128,15 +128,15 @@ def test_every_row_and_unit_is_someones(n: int, k: int) -> None:
 
 def test_structs_are_what_the_kernel_takes() -> None:
     assert ctypes.sizeof(codebook_mma._Maps) == 768
-    assert ctypes.sizeof(codebook_mma._Codebook) == 68
-    assert ctypes.sizeof(codebook_mma._Scales) == 40
+    assert ctypes.sizeof(codebook.Codebook) == 68
+    assert ctypes.sizeof(codebook.Scales) == 40
     assert ctypes.sizeof(codebook_mma._Problem) == 72
 
 
 @pytest.mark.parametrize("key", ["nf4", "fp4", "mxfp4"])
 def test_scaled_table_is_finer_than_a_rounded_one(key: str) -> None:
     codebook = torch.tensor(get_format(key).codebook, dtype=torch.float64)
-    factor = codebook_mma.table_factor(get_format(key).codebook)
+    factor = codebook.table_factor(get_format(key).codebook)
     scaled = (codebook * factor).half().double() / factor
     plain = codebook.half().double()
     assert (scaled - codebook).norm() <= (plain - codebook).norm()
@@ -162,7 +162,7 @@ def wgmma_configurations() -> list[codebook_wgmma.Config]:
         for dtype, m, (n, k) in [
             (dtype, m, shape) for dtype in (BF16, FP16) for m in (16, 32) for shape in SERVED_SHAPES
         ]:
-            side = not codebook_mma.copies_fp32(format, k, codebook_wgmma.ARCH)
+            side = not codebook.copies_fp32(format, k, codebook_wgmma.ARCH)
             found |= dict.fromkeys(codebook_wgmma.configurations(format, dtype, m, n, k, 132, side))
     return list(found)
 

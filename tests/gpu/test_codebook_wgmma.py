@@ -11,7 +11,7 @@ from walk import ALL, DEVICE, activations, apply, weight_of
 
 from halfbyte import reference
 from halfbyte.formats import PackedWeight, get_format
-from halfbyte.kernels import Kernel, Problem, codebook_mma, codebook_wgmma
+from halfbyte.kernels import Kernel, Problem, codebook, codebook_mma, codebook_wgmma
 from kernel_fuzz import kernel_named
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cuda", reason="about CUDA")
@@ -127,8 +127,8 @@ def test_short_rings_give_the_same_bits(key: str, m: int) -> None:
     """Configurations with a ring of two slots, which every stage waits for, beside their own."""
     n, k, (_, mma) = 2304, 8192, both()
     weight, x = weight_of(key, n, k), uneven(m, k, BF16)
-    index, multiprocessors = DEVICE.index or 0, codebook_mma.device_of(DEVICE.index or 0)[1]
-    side = not codebook_mma.copies_scales(weight, codebook_wgmma.ARCH)
+    index, multiprocessors = DEVICE.index or 0, codebook.device_of(DEVICE.index or 0)[1]
+    side = not codebook.copies_scales(weight, codebook_wgmma.ARCH)
     wanted, stream = apply(mma, x, weight), torch.cuda.current_stream().cuda_stream
     found = list(codebook_wgmma.configurations(weight.format, BF16, m, n, k, multiprocessors, side))
     assert len(found) > 8

@@ -10,31 +10,26 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from ..formats import BlockFormat, PackedWeight, RecordLayout
-from ..formats.codecs import AbsmaxScale, E8M0Scale, NestedScale
-from . import fallback, nvrtc
+from . import codebook, fallback, nvrtc
 from .launch import Launch, Launcher, part
 from .registry import Configuration, Kernel, Problem, Settings, register
 
 STEM = "codebook_mma"
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100")  # it compiles for
 SEEN_RIGHT = ("sm_90a",)  # its answers were checked on; elsewhere the fallback serves until they are
-BULK_COPY = ("sm_90a", "sm_100")  # bulk tensor copies
-ALIGNMENT = 16  # bytes, of the codes, of x and of its rows
 MULTIPROCESSORS = 132  # of an H200: what is planned for where no card is asked
 CLUSTERS = ("sm_90a", "sm_100")
 CLUSTER_WEIGHTS = 40000  # what a cluster's meeting costs, in weights that could be read meanwhile
 MAX_M = 64
-FEW_ROWS = 2048  # of W: below, fp16 outputs are so few that chance could carry the table's rounding beyond the contract
-X_TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 SHARED_LIMIT = {"sm_80": 164 << 10, "sm_86": 100 << 10, "sm_89": 100 << 10}  # of a multiprocessor; else 228 KiB
 RESERVED = 1024  # of it, for each block
-UNIT, TEAM, TEAMS, WARPS = 64, 4, 4, 16  # as in the kernel
+TEAMS, WARPS = 4, 16  # as in the kernel
 
 
 @dataclass(frozen=True)
@@ -69,7 +64,7 @@ class Config:
     @property
     def stage_blocks(self) -> int:
         """Scale blocks of a row in a stage."""
-        return TEAM * UNIT // self.BLOCK
+        return codebook.TEAM * codebook.UNIT // self.BLOCK
 
     @property
     def shared_bytes(self) -> int:
@@ -77,7 +72,7 @@ class Config:
         ring = self.STAGES * self.rows * (128 + 4 * self.stage_blocks)
         sums = (WARPS if self.X_ROWS == 1 else 4) * self.X_ROWS * (self.rows + 4) * 4
         peers = (self.SPLIT - 1) * self.GROUPS * self.X_ROWS * self.rows * 4
-        x = WARPS * self.GROUPS * self.X_ROWS * (UNIT * (4 if self.X_TYPE == 2 else 2) + 16)
+        x = WARPS * self.GROUPS * self.X_ROWS * (codebook.UNIT * (4 if self.X_TYPE == 2 else 2) + 16)
         nested = 1024 if self.SCALE_KIND == 1 else 0
         return self.TERMS * 32768 + ring + sums + peers + x + nested + 16 * (self.STAGES + 1)
 
@@ -90,27 +85,8 @@ class Grid:
     units: int
 
 
-class TensorMap(ctypes.Structure):
-    _fields_ = (("opaque", ctypes.c_uint64 * 16),)
-
-
 class _Maps(ctypes.Structure):
-    _fields_ = (("codes", TensorMap * 3), ("scales", TensorMap * 3))
-
-
-class _Codebook(ctypes.Structure):
-    _fields_ = (("high", ctypes.c_uint16 * 16), ("low", ctypes.c_uint16 * 16), ("inverse", ctypes.c_float))
-
-
-class _Scales(ctypes.Structure):
-    _fields_ = (
-        ("values", ctypes.c_void_p),
-        ("outer", ctypes.c_void_p),
-        ("map", ctypes.c_void_p),
-        ("offset", ctypes.c_void_p),
-        ("shift", ctypes.c_int),
-        ("aligned", ctypes.c_int),
-    )
+    _fields_ = (("codes", codebook.TensorMap * 3), ("scales", codebook.TensorMap * 3))
 
 
 class _Problem(ctypes.Structure):
@@ -130,12 +106,6 @@ class _Problem(ctypes.Structure):
     )
 
 
-def scale_kind(format: BlockFormat) -> int | None:
-    """The kernel's SCALE_KIND of a format, or None where it has none."""
-    kinds = {AbsmaxScale: 0, NestedScale: 1, E8M0Scale: 2}
-    return None if format.offset is not None else kinds.get(type(format.scale))
-
-
 def reason_against(problem: Problem) -> str | None:
     """Why this kernel cannot serve a problem, or None."""
     format, layout = problem.format, problem.format.layout
@@ -147,12 +117,12 @@ def reason_against(problem: Problem) -> str | None:
         return f"is for M up to {MAX_M}, got {problem.m}"
     if not isinstance(layout, RecordLayout) or layout.elements != 2:
         return f"reads planar codes, two to a byte; {format.key} has another layout"
-    if scale_kind(format) is None:
+    if codebook.scale_kind(format) is None:
         return f"reads fp32, nested and E8M0 scales without offsets; {format.key} has others"
     if format.blocksize < 32 or format.blocksize & (format.blocksize - 1):
         return f"needs a power of two of at least 32 weights a scale, {format.key} has {format.blocksize}"
-    if problem.k % UNIT:
-        return f"needs K in multiples of {UNIT}, got K = {problem.k}"
+    if problem.k % codebook.UNIT:
+        return f"needs K in multiples of {codebook.UNIT}, got K = {problem.k}"
     try:
         _planned(problem)
     except ValueError as error:
@@ -164,7 +134,7 @@ def _planned(problem: Problem, settings: Settings | None = None) -> tuple[Config
     """The configuration for a problem whose weight is aligned, on a card with an H200's multiprocessors."""
     format, k, arch = problem.format, problem.k, problem.arch
     m = max(1, min(problem.m, _chunk(arch)))
-    side = not copies_fp32(format, k, arch)
+    side = not codebook.copies_fp32(format, k, arch)
     return configure(format, problem.dtype, m, problem.n, k, arch, MULTIPROCESSORS, side=side, settings=settings)
 
 
@@ -172,9 +142,9 @@ def choices(problem: Problem) -> list[Configuration]:
     """See registry.Kernel: `configurations` for its tuner. A unit costs 61 instructions of a warp beside its tiles."""
     format, k, arch = problem.format, problem.k, problem.arch
     m = max(1, min(problem.m, _chunk(arch)))
-    side = not copies_fp32(format, k, arch)
+    side = not codebook.copies_fp32(format, k, arch)
     found = configurations(format, problem.dtype, m, problem.n, k, arch, MULTIPROCESSORS, side=side)
-    pieces = problem.n / 16 * k / UNIT
+    pieces = problem.n / 16 * k / codebook.UNIT
     seconds = predicted_seconds(problem)
 
     def predicted(config: Config) -> float:
@@ -211,12 +181,6 @@ def predicted_seconds(problem: Problem) -> float:
     return _ceil_div(problem.m, 16) * (3e-6 + 3 * seconds)
 
 
-def finer(format: BlockFormat, dtype: torch.dtype, n: int, strict: bool) -> bool:
-    """Whether the table is kept to 22 bits."""
-    few = dtype == torch.float16 and n < FEW_ROWS
-    return strict or dtype == torch.float32 or (few and _rounds(format.codebook))
-
-
 def _ceil_div(value: int, by: int) -> int:
     return -(-value // by)
 
@@ -231,8 +195,12 @@ def cut(n: int, k: int, most: int, split: int, multiprocessors: int) -> tuple[in
     clusters = multiprocessors // split
     slab = _ceil_div(_ceil_div(n, 16), clusters)
     tiles = min(most, slab)
-    units = _ceil_div(_ceil_div(k, UNIT), split)
-    return tiles, slab - (_ceil_div(slab, tiles) - 1) * tiles, Grid(clusters, _ceil_div(units, TEAM) * TEAM)
+    units = _ceil_div(_ceil_div(k, codebook.UNIT), split)
+    return (
+        tiles,
+        slab - (_ceil_div(slab, tiles) - 1) * tiles,
+        Grid(clusters, _ceil_div(units, codebook.TEAM) * codebook.TEAM),
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -247,9 +215,9 @@ def best_split(n: int, k: int, arch: str, multiprocessors: int) -> int:
     def work(split: int) -> float:
         grid = cut(n, k, 8, split, multiprocessors)[2]
         rows = 16 * _ceil_div(_ceil_div(n, 16), grid.clusters)
-        return rows * grid.units * UNIT + (CLUSTER_WEIGHTS * _ceil_div(rows, 64) if split > 1 else 0)
+        return rows * grid.units * codebook.UNIT + (CLUSTER_WEIGHTS * _ceil_div(rows, 64) if split > 1 else 0)
 
-    return 2 if k > 2 * TEAM * UNIT and work(2) < work(1) else 1
+    return 2 if k > 2 * codebook.TEAM * codebook.UNIT and work(2) < work(1) else 1
 
 
 def configure(
@@ -266,8 +234,8 @@ def configure(
 ) -> tuple[Config, Grid]:
     """The configuration and the grid for the rows of x of one launch (`_chunk`), of a problem this kernel supports.
 
-    side: whether the scales cannot be copied as they are (see `copies_scales`). settings: of the configuration that is
-    wanted, which gives way to the first where it does not fit here.
+    side: whether the scales cannot be copied as they are (see `codebook.copies_scales`). settings: of the configuration
+    that is wanted, which gives way to the first where it does not fit here.
     """
     found = list(configurations(format, dtype, m, n, k, arch, multiprocessors, strict, side))
     if not found:
@@ -292,9 +260,9 @@ def configurations(
     side: bool = False,
 ) -> Iterator[tuple[Config, Grid]]:
     """All that `configure` may choose, the better first."""
-    terms = 2 if finer(format, dtype, n, strict) else 1
+    terms = 2 if codebook.finer(format, dtype, n, strict) else 1
     split = best_split(n, k, arch, multiprocessors)
-    block = min(format.blocksize, UNIT)
+    block = min(format.blocksize, codebook.UNIT)
     slab = _ceil_div(_ceil_div(n, 16), multiprocessors // split)
     for resident, most in _sizes(arch, m, slab, block, dtype, terms):
         for limit in range(min(most, slab), 0, -1):
@@ -306,13 +274,13 @@ def configurations(
                 X_ROWS=min(8, 1 << (m - 1).bit_length()),
                 STAGES=4,
                 SPLIT=split,
-                X_TYPE=X_TYPES[dtype],
+                X_TYPE=codebook.X_TYPES[dtype],
                 TERMS=terms,
                 BLOCK=block,
-                SCALE_KIND=known_kind(format),
+                SCALE_KIND=codebook.known_kind(format),
                 SCALE_SIDE=int(side),
-                HIGH_FIRST=int(layout_of(format).high_first),
-                OVERLAP=int(arch in BULK_COPY),
+                HIGH_FIRST=int(codebook.layout_of(format).high_first),
+                OVERLAP=int(arch in codebook.BULK_COPY),
                 RESIDENT=resident,
             )
             config = with_stages(config, room(arch, resident))
@@ -348,87 +316,19 @@ def with_stages(config: Config, room: int) -> Config:
     return replace(config, STAGES=stages)
 
 
-def copies_scales(weight: PackedWeight, arch: str) -> bool:
-    """Whether bulk copies can bring the scales: fp32, one for each block, rows and address in 16 bytes."""
-    return copies_fp32(weight.format, weight.shape[1], arch) and weight.parts["absmax"].data_ptr() % 16 == 0
-
-
-def copies_fp32(format: BlockFormat, k: int, arch: str) -> bool:
-    blocksize = format.blocksize
-    return arch in BULK_COPY and scale_kind(format) == 0 and blocksize <= UNIT and k % (4 * blocksize) == 0
-
-
-def known_kind(format: BlockFormat) -> int:
-    kind = scale_kind(format)
-    if kind is None:
-        raise ValueError(f"{STEM} does not read the scales of {format.key}")
-    return kind
-
-
-def layout_of(format: BlockFormat) -> RecordLayout:
-    if not isinstance(format.layout, RecordLayout):
-        raise ValueError(f"{STEM} does not read the codes of {format.key}")
-    return format.layout
-
-
-@cache
-def table_factor(codebook: tuple[float, ...]) -> float:
-    """The constant by which a codebook is multiplied before it is rounded to fp16, chosen so that it rounds well.
-
-    1 where all entries are exact already; else the one of 65536 factors between 1 and 2 of the largest entry whose
-    largest relative error of an entry is least (a power of two more changes nothing): relative, as which entries a
-    weight uses depends on its blocksize. Its inverse goes into the fp32 scales.
-    """
-    values = torch.tensor(codebook, dtype=torch.float64)
-    if bool((values.half().double() == values).all()):
-        return 1.0
-    factors = torch.linspace(1, 2, 65537, dtype=torch.float64)[:-1] / values.abs().max()
-    factors = factors.float().double().unsqueeze(1)
-    scaled = values * factors
-    errors = ((scaled.half().double() - scaled) / scaled).nan_to_num(0).abs().amax(1)
-    return float(factors[errors.argmin(), 0])
-
-
-@cache
-def _rounds(codebook: tuple[float, ...]) -> bool:
-    """Whether the scaled table in fp16 is off by more than fp32's own rounding."""
-    scaled = torch.tensor(codebook, dtype=torch.float64) * table_factor(codebook)
-    return bool(((scaled.half().double() - scaled).abs() > scaled.abs() * 2**-22).any())
-
-
-@cache
-def codebook_of(codebook: tuple[float, ...], terms: int) -> _Codebook:
-    """The table as the kernel takes it: fp16 bits, and with two terms what they miss, 2^11 times larger."""
-    factor = 1.0 if terms == 2 else table_factor(codebook)
-    scaled = torch.tensor(codebook, dtype=torch.float64) * factor
-    high = scaled.half()
-    low = ((scaled - high.double()) * 2048).half()
-    bits = [[value & 0xFFFF for value in part.view(torch.int16).tolist()] for part in (high, low)]
-    return _Codebook((ctypes.c_uint16 * 16)(*bits[0]), (ctypes.c_uint16 * 16)(*bits[1]), 1 / factor)
-
-
 def _arguments(weight: PackedWeight, config: Config, grid: Grid, arch: str) -> tuple[ctypes.Structure, ...]:
     """The kernel's arguments for a weight; what a call brings is filled in later."""
     n, k = weight.shape
     maps = _Maps()
     for kind, tiles in enumerate((config.TILES, config.LAST, config.LAST - 1)):
-        if arch in BULK_COPY and tiles:
-            maps.codes[kind] = tensor_map(weight.codes, n, k // 2, 16 * tiles, 128)
+        if arch in codebook.BULK_COPY and tiles:
+            maps.codes[kind] = codebook.tensor_map(weight.codes, n, k // 2, 16 * tiles, 128)
         if not config.SCALE_SIDE and tiles:
             absmax = weight.parts["absmax"]
-            maps.scales[kind] = tensor_map(absmax, n, k // config.BLOCK, 16 * tiles, config.stage_blocks)
+            maps.scales[kind] = codebook.tensor_map(absmax, n, k // config.BLOCK, 16 * tiles, config.stage_blocks)
     tiles, larger = divmod(_ceil_div(n, 16), grid.clusters)
     problem = _Problem(codes=weight.codes.data_ptr(), n=n, k=k, tiles=tiles, larger=larger, units=grid.units)
-    return maps, codebook_of(weight.format.codebook, config.TERMS), scales_of(weight), problem
-
-
-@cache
-def device_of(index: int) -> tuple[str, int]:
-    """Architecture and number of multiprocessors of a CUDA device."""
-    properties = torch.cuda.get_device_properties(index)
-    capability = (properties.major, properties.minor)
-    suffix = "a" if capability == (9, 0) else ""
-    return f"sm_{capability[0]}{capability[1]}{suffix}", properties.multi_processor_count
+    return maps, codebook.table_of(weight.format.codebook, config.TERMS), codebook.scales_of(weight), problem
 
 
 def bind(weight: PackedWeight, dtype: torch.dtype, m: int, variant: bool | Settings = False) -> Launch:
@@ -438,9 +338,9 @@ def bind(weight: PackedWeight, dtype: torch.dtype, m: int, variant: bool | Setti
     """
     strict, settings = (False, variant) if isinstance(variant, tuple) else (variant, None)
     device = weight.device.index
-    arch, multiprocessors = device_of(device)
+    arch, multiprocessors = codebook.device_of(device)
     n, k = weight.shape
-    side = not copies_scales(weight, arch)
+    side = not codebook.copies_scales(weight, arch)
     config, grid = configure(weight.format, dtype, m, n, k, arch, multiprocessors, strict, side, settings)
     return Launch(
         nvrtc.load(STEM, arch, asdict(config), device, config.shared_bytes),
@@ -449,7 +349,7 @@ def bind(weight: PackedWeight, dtype: torch.dtype, m: int, variant: bool | Setti
         threads=config.threads,
         shared_bytes=config.shared_bytes,
         early=bool(config.OVERLAP),
-        alignment=ALIGNMENT,
+        alignment=codebook.ALIGNMENT,
         rows=config.GROUPS * config.X_ROWS,
         name=f"{STEM} {config}",
     )
@@ -458,13 +358,13 @@ def bind(weight: PackedWeight, dtype: torch.dtype, m: int, variant: bool | Setti
 def launcher_of(weight: PackedWeight) -> Launcher | None:
     """The weight's launcher; None where the kernel cannot take its addresses (views that are not aligned)."""
     launcher = Launcher.of(STEM, weight)
-    return launcher if launcher.readable and launcher.addresses[0] % ALIGNMENT == 0 else None
+    return launcher if launcher.readable and launcher.addresses[0] % codebook.ALIGNMENT == 0 else None
 
 
 def launch_for(weight: PackedWeight, dtype: torch.dtype, m: int, settings: Settings | None = None) -> Launch | None:
     """See registry.Kernel."""
     launcher = launcher_of(weight)
-    if launcher is None or m > _chunk(device_of(launcher.index)[0]):
+    if launcher is None or m > _chunk(codebook.device_of(launcher.index)[0]):
         return None
     return launcher.get(bind, weight, dtype, m, settings or False)
 
@@ -484,11 +384,11 @@ def run(
         return
     m = x.shape[0]
     row = x.stride(0) * x.element_size() if m > 1 else 0
-    if (x.data_ptr() | row) % ALIGNMENT or x.stride(1) != 1:
+    if (x.data_ptr() | row) % codebook.ALIGNMENT or x.stride(1) != 1:
         x = x.clone(memory_format=torch.contiguous_format)
     stream = launcher.stream()
     early = launcher.settled(stream)
-    chunk = _chunk(device_of(launcher.index)[0])
+    chunk = _chunk(codebook.device_of(launcher.index)[0])
     for first in range(0, m, chunk):
         rows = slice(first, min(m, first + chunk))
         launch = launcher.get(bind, weight, x.dtype, rows.stop - rows.start, strict or settings or False)
@@ -509,47 +409,3 @@ register(
         configurations=choices,
     )
 )
-
-
-def scales_of(weight: PackedWeight) -> _Scales:
-    format, parts = weight.format, weight.parts
-    kind = known_kind(format)
-    values = parts["scales" if kind == 2 else "absmax"]
-    block = min(format.blocksize, UNIT)
-    whole_stages = weight.shape[1] % (TEAM * UNIT) == 0
-    aligned = whole_stages and (kind == 0 or (format.blocksize == block and values.data_ptr() % 4 == 0))
-    result = _Scales(values=values.data_ptr(), shift=(format.blocksize // block).bit_length() - 1, aligned=aligned)
-    if kind == 1:
-        result.outer = parts["nested_absmax"].data_ptr()
-        result.map = parts["nested_quant_map"].data_ptr()
-        result.offset = parts["nested_offset"].data_ptr()
-    return result
-
-
-def tensor_map(matrix: Tensor, rows: int, columns: int, box_rows: int, box_columns: int) -> TensorMap:
-    """A map for bulk copies of boxes 16, 32 or 128 bytes wide from a uint8 or fp32 matrix; chunks swizzled by row."""
-    from cuda.bindings import driver
-
-    types, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
-    size = matrix.element_size()
-    swizzle = {
-        16: swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
-        32: swizzles.CU_TENSOR_MAP_SWIZZLE_32B,
-        128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
-    }[box_columns * size]
-    result = nvrtc.check(
-        driver.cuTensorMapEncodeTiled(
-            types.CU_TENSOR_MAP_DATA_TYPE_UINT8 if size == 1 else types.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
-            2,
-            matrix.data_ptr(),
-            [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],
-            [driver.cuuint64_t(columns * size)],
-            [driver.cuuint32_t(box_columns), driver.cuuint32_t(box_rows)],
-            [driver.cuuint32_t(1), driver.cuuint32_t(1)],
-            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            swizzle,
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )
-    )
-    return TensorMap.from_buffer_copy(ctypes.string_at(result.getPtr(), ctypes.sizeof(TensorMap)))

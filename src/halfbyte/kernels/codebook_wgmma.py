@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from ..formats import BlockFormat, PackedWeight
+from . import codebook, fallback, nvrtc
 from . import codebook_mma as mma
-from . import fallback, nvrtc
 from .launch import Launch, Launcher, part
 from .registry import Configuration, Kernel, Problem, Settings, register
 
 STEM, IMAGE_STEM = "codebook_wgmma", "codebook_wgmma_x"
 ARCH = "sm_90a"
 MIN_M, MAX_M, CHUNK = 9, 8192, 32  # rows of x: that this kernel takes, and of one launch
-UNIT, TEAM = mma.UNIT, mma.TEAM
+UNIT, TEAM = codebook.UNIT, codebook.TEAM
 TABLE_BYTES = 32768
 ROOM = (227 << 10) - 1024  # dynamic shared memory; the table begins 1024 bytes in
 # registers of threads that copy, and of those that multiply, by warpgroups; they share what all begin with
@@ -74,7 +74,7 @@ class Config:
 
 
 class _Maps(ctypes.Structure):
-    _fields_ = (("codes", mma.TensorMap), ("scales", mma.TensorMap))
+    _fields_ = (("codes", codebook.TensorMap), ("scales", codebook.TensorMap))
 
 
 class _Problem(ctypes.Structure):
@@ -99,8 +99,8 @@ def reason_against(problem: Problem) -> str | None:
         return f"is for M from {MIN_M} to {MAX_M}, got {problem.m}"
     if problem.dtype == torch.float32:
         return "multiplies fp16 and bf16 activations, got fp32"
-    if mma.finer(problem.format, problem.dtype, problem.n, strict=False):
-        return f"has one table; fp16 outputs of fewer than {mma.FEW_ROWS} rows of W take codebook_mma's finer one"
+    if codebook.finer(problem.format, problem.dtype, problem.n, strict=False):
+        return f"has one table; fp16 outputs of fewer than {codebook.FEW_ROWS} rows of W take codebook_mma's finer one"
     return mma.reason_against(replace(problem, m=1))
 
 
@@ -154,11 +154,11 @@ def configurations(
                     STAGES=stages,
                     CLUSTER=cluster,
                     RANKS=ranks,
-                    X_TYPE=mma.X_TYPES[dtype],
+                    X_TYPE=codebook.X_TYPES[dtype],
                     BLOCK=block,
-                    SCALE_KIND=mma.known_kind(format),
+                    SCALE_KIND=codebook.known_kind(format),
                     SCALE_SIDE=int(side),
-                    HIGH_FIRST=int(mma.layout_of(format).high_first),
+                    HIGH_FIRST=int(codebook.layout_of(format).high_first),
                     OVERLAP=1,
                     PRODUCER_REGISTERS=producer,
                     CONSUMER_REGISTERS=consumer,
@@ -195,7 +195,7 @@ def _settings(config: Config) -> Settings:
 def choices(problem: Problem) -> list[Configuration]:
     """See registry.Kernel: `configurations` for its tuner."""
     n, k, m = problem.n, problem.k, min(problem.m, CHUNK)
-    side = not mma.copies_fp32(problem.format, k, ARCH)
+    side = not codebook.copies_fp32(problem.format, k, ARCH)
     found = configurations(problem.format, problem.dtype, m, n, k, mma.MULTIPROCESSORS, side)
     chunks = ceil(problem.m / CHUNK)
     listed = [
@@ -208,7 +208,7 @@ def choices(problem: Problem) -> list[Configuration]:
 def describe(problem: Problem, settings: Settings | None = None) -> str:
     """The configuration for a problem, in words."""
     format, m = problem.format, min(problem.m, CHUNK)
-    side = not mma.copies_fp32(format, problem.k, ARCH)
+    side = not codebook.copies_fp32(format, problem.k, ARCH)
     config = configure(format, problem.dtype, m, problem.n, problem.k, mma.MULTIPROCESSORS, side, settings)
     split = f"clusters of {config.CLUSTER} blocks that share K, " if config.CLUSTER > 1 else ""
     return (
@@ -229,9 +229,9 @@ def bind(weight: PackedWeight, dtype: torch.dtype, m: int, variant: str | Settin
     variant: IMAGE_STEM for laying x out; else settings of the multiply, or None.
     """
     device = weight.device.index
-    multiprocessors = mma.device_of(device)[1]
+    multiprocessors = codebook.device_of(device)[1]
     n, k = weight.shape
-    side = not mma.copies_scales(weight, ARCH)
+    side = not codebook.copies_scales(weight, ARCH)
     settings = variant if isinstance(variant, tuple) else None
     config = configure(weight.format, dtype, m, n, k, multiprocessors, side, settings)
     if variant == IMAGE_STEM:
@@ -249,7 +249,7 @@ def launch_image(config: Config, k: int, device: int, multiprocessors: int) -> L
         threads=64,
         shared_bytes=0,
         early=True,
-        alignment=mma.ALIGNMENT,
+        alignment=codebook.ALIGNMENT,
         rows=config.COLUMNS,
         name=f"{IMAGE_STEM} {macros}",
     )
@@ -258,15 +258,20 @@ def launch_image(config: Config, k: int, device: int, multiprocessors: int) -> L
 def launch(weight: PackedWeight, config: Config, device: int, multiprocessors: int) -> Launch:
     """The kernel in one configuration, bound to a weight."""
     n, k = weight.shape
-    maps = _Maps(codes=mma.tensor_map(weight.codes, n, k // 2, config.rows, 128))
+    maps = _Maps(codes=codebook.tensor_map(weight.codes, n, k // 2, config.rows, 128))
     if not config.SCALE_SIDE:
         blocks = TEAM * UNIT // config.BLOCK
-        maps.scales = mma.tensor_map(weight.parts["absmax"], n, k // config.BLOCK, config.rows, blocks)
+        maps.scales = codebook.tensor_map(weight.parts["absmax"], n, k // config.BLOCK, config.rows, blocks)
     units = mma.cut(n, k, 1, config.RANKS, multiprocessors)[2].units
     clusters = min(ceil(n / config.rows), max(1, clusters_at_once(config.CLUSTER, multiprocessors)))
     return Launch(
         nvrtc.load(STEM, ARCH, asdict(config), device, config.shared_bytes),
-        (maps, mma.codebook_of(weight.format.codebook, 1), mma.scales_of(weight), _Problem(n=n, k=k, units=units)),
+        (
+            maps,
+            codebook.table_of(weight.format.codebook, 1),
+            codebook.scales_of(weight),
+            _Problem(n=n, k=k, units=units),
+        ),
         blocks=clusters * config.CLUSTER,
         threads=config.threads,
         shared_bytes=config.shared_bytes,
@@ -292,10 +297,10 @@ def image_for(x: Tensor) -> Tensor:
 def run(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, settings: Settings | None = None) -> None:
     """See registry.Run. Weights at odd addresses (views that are not 16-byte aligned) go to the fallback."""
     launcher = Launcher.of(STEM, weight)
-    if not launcher.readable or launcher.addresses[0] % mma.ALIGNMENT:
+    if not launcher.readable or launcher.addresses[0] % codebook.ALIGNMENT:
         fallback.run(x, weight, bias, out)
         return
-    if (x.data_ptr() | x.stride(0) * x.element_size()) % mma.ALIGNMENT or x.stride(1) != 1:
+    if (x.data_ptr() | x.stride(0) * x.element_size()) % codebook.ALIGNMENT or x.stride(1) != 1:
         x = x.clone(memory_format=torch.contiguous_format)
     stream = launcher.stream()
     early = launcher.settled(stream)

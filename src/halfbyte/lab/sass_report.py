@@ -11,7 +11,7 @@ import torch
 
 from .. import kernels as registry
 from ..formats import BlockFormat, get_format
-from ..kernels import codebook_mma, codebook_wgmma, nvrtc
+from ..kernels import codebook, codebook_mma, codebook_wgmma, nvrtc
 from . import sass
 from .cards import CARDS, Card
 from .ladder_rungs import BLOCK, RUNGS, Rung
@@ -168,7 +168,7 @@ def _codebook_wgmma(arch: str, problem: Problem, card: Card | None) -> Code:
     if reason := codebook_wgmma.reason_against(registry.Problem(format, dtype, problem.m, n, k, arch)):
         raise ValueError(f"lab sass {codebook_wgmma.STEM}: it {reason}")
     multiprocessors = card.multiprocessors if card else codebook_mma.MULTIPROCESSORS
-    side = not codebook_mma.copies_fp32(format, k, arch)
+    side = not codebook.copies_fp32(format, k, arch)
     config = codebook_wgmma.configure(format, dtype, m, n, k, multiprocessors, side)
     return _multiplier(codebook_wgmma.STEM, arch, asdict(config), problem, "HGMMA", 1)
 
