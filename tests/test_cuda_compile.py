@@ -135,12 +135,12 @@ def test_structs_are_what_the_kernel_takes() -> None:
 
 @pytest.mark.parametrize("key", ["nf4", "fp4", "mxfp4"])
 def test_scaled_table_is_finer_than_a_rounded_one(key: str) -> None:
-    codebook = torch.tensor(get_format(key).codebook, dtype=torch.float64)
+    entries = torch.tensor(get_format(key).codebook, dtype=torch.float64)
     factor = codebook.table_factor(get_format(key).codebook)
-    scaled = (codebook * factor).half().double() / factor
-    plain = codebook.half().double()
-    assert (scaled - codebook).norm() <= (plain - codebook).norm()
-    assert ((scaled - codebook).abs() <= codebook.abs() * 2**-11).all()
+    scaled = (entries * factor).half().double() / factor
+    plain = entries.half().double()
+    assert (scaled - entries).norm() <= (plain - entries).norm()
+    assert ((scaled - entries).abs() <= entries.abs() * 2**-11).all()
 
 
 # ---- codebook_wgmma
