@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from halfbyte import demo, optimize, reference
+from demo_model import demo_files
+from halfbyte import optimize, reference
 from halfbyte.integrations import bitsandbytes as switch
 from halfbyte.kernels.cpu import library
 
@@ -38,13 +39,7 @@ BOOK = "plain_text_readers_bible.py"
 @pytest.fixture(scope="module")
 def dense() -> Path:
     """SmolLM2 in bf16, converted once and kept where the demo keeps it."""
-    try:
-        demo.model_file()
-    except ModuleNotFoundError as error:
-        pytest.skip(str(error))
-    files = demo.Files(demo.cache_root())
-    demo.prepare(files)
-    return files.dense
+    return demo_files().dense
 
 
 @pytest.fixture(scope="module")

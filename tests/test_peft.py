@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import halfbyte
-from halfbyte import QuantLinear, demo, reference
+from demo_model import demo_files
+from halfbyte import QuantLinear, reference
 from halfbyte.counters import counts
 from halfbyte.kernels.cpu import library
 
@@ -378,13 +379,7 @@ def test_wrong_names_raise_peft_s_errors():
 @pytest.fixture(scope="module")
 def packed() -> Path:
     """SmolLM2 in NF4, converted once and kept where the demo keeps it."""
-    try:
-        demo.model_file()
-    except ModuleNotFoundError as error:
-        pytest.skip(str(error))
-    files = demo.Files(demo.cache_root())
-    demo.prepare(files)
-    return files.packed
+    return demo_files().packed
 
 
 def text(tokenizer) -> Tensor:

@@ -301,8 +301,8 @@ struct Multiplier {
         }
     }
 
-    // One stage, at `next`, which moves on. a[FIRST] holds its first unit's fragments; at the end the next stage's are in the one that follows, if there
-    // is a next stage: its codes are there once its slot is full.
+    // One stage, at `next`, which moves on. a[FIRST] holds its first unit's fragments. At the end the one that follows holds
+    // the next stage's, if there is a next stage: its codes are there once its slot is full.
     template <int FIRST>
     METHOD void stage(u32 (&a)[1 + AHEAD][4][4], float (&chain)[UNITS][SUMS], bool more, Place& next, u32 barriers) const {
         const u32 slot = next.slot;
@@ -345,6 +345,7 @@ struct Multiplier {
                     add<false>(slot, u, scale, sum, chain[u]);
             }
         }
+        __syncwarp();    // all have read
         if ((this_thread() & 31) == 0) barrier_arrive(barriers + SLOT_FULL(slot) + 8);
     }
 };
