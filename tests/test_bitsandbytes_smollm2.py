@@ -72,8 +72,10 @@ def plain(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapter(plain: Path, text: torch.Tensor, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Trained by bitsandbytes alone, on the plain NF4 weights."""
+    """Trained by bitsandbytes alone, on the plain NF4 weights; by one thread, as more would train another adapter."""
     torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     lora = peft.LoraConfig(r=8, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     model = peft.get_peft_model(load(plain), lora).train()
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -84,6 +86,7 @@ def adapter(plain: Path, text: torch.Tensor, tmp_path_factory: pytest.TempPathFa
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
+    torch.set_num_threads(threads)
     with torch.no_grad():
         learnt = text[PIECES + STEPS - 4 : PIECES + STEPS]
         with model.disable_adapter():
