@@ -1,0 +1,444 @@
+"""Decode speed of vLLM's engine, plain and with halfbyte: several engines on one GPU, asked in turn, noise included.
+
+usage: python benchmarks/engine.py make DIR [--layers 8] [--adapters 8] [--rank 16]
+       python benchmarks/engine.py run DIR --out rows.jsonl [--adapters 0,8] [--users 1,16,32,64] [--tokens 128]
+                                   [--rounds 1] [--profile 16] [--boot 400]
+
+`make` writes a Llama of random weights in the layer shapes of a 24B model (bf16; vLLM quantises it to NF4 while it
+loads), and LoRA adapters in DIR/adapters. `run` starts an engine for each arm and number of adapters, all at once, so
+that their minute of start-up is paid once; then one engine works at a time, in the order plain, halfbyte, halfbyte,
+plain for each number of users. What two runs of one arm differ by is the noise. `serve.py` asks whole servers instead.
+
+Every request decodes --tokens tokens after a prompt of 32, requests taking the adapters in turn. --profile: the users
+of one more, traced run of each engine, whose GPU time by kernel goes to FILE.profile.json beside the rows. --boot: the
+seconds that engines have to start; arms that did not are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+PLAIN, OURS = "plain", "halfbyte"
+ORDER = (PLAIN, OURS, OURS, PLAIN)
+MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PROMPT = 32
+PROBES, PROBE_TOKENS = 16, 16  # requests whose answers are compared, and the answers' length
+KV_BYTES = 4 << 30
+HIDDEN, MLP, HEADS, KV_HEADS, HEAD, VOCABULARY = 5120, 32768, 32, 8, 128, 32768
+
+
+# ---- the model
+
+
+def shapes() -> dict[str, tuple[int, int]]:
+    """Each linear layer's [N, K], under its name in a checkpoint."""
+    rows, few = HEADS * HEAD, KV_HEADS * HEAD
+    return {
+        "self_attn.q_proj": (rows, HIDDEN),
+        "self_attn.k_proj": (few, HIDDEN),
+        "self_attn.v_proj": (few, HIDDEN),
+        "self_attn.o_proj": (HIDDEN, rows),
+        "mlp.gate_proj": (MLP, HIDDEN),
+        "mlp.up_proj": (MLP, HIDDEN),
+        "mlp.down_proj": (HIDDEN, MLP),
+    }
+
+
+def make(target: Path, layers: int, adapters: int, rank: int) -> None:
+    """The checkpoint, its tokenizer and the adapters; weights as Llama's are before training."""
+    import torch
+    from safetensors.torch import save_file
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+    target.mkdir(parents=True, exist_ok=True)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*shape: int, scale: float = 0.02) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator, device=device) * scale).to(torch.bfloat16).cpu()
+
+    def save(tensors: dict[str, torch.Tensor], file: Path) -> None:
+        save_file(tensors, file, metadata={"format": "pt"})
+
+    places: dict[str, str] = {}
+    for layer in range(-1, layers):
+        if layer < 0:
+            tensors = {
+                "model.embed_tokens.weight": draw(VOCABULARY, HIDDEN),
+                "lm_head.weight": draw(VOCABULARY, HIDDEN),
+            }
+            tensors["model.norm.weight"] = torch.ones(HIDDEN, dtype=torch.bfloat16)
+        else:
+            tensors = {f"model.layers.{layer}.{name}.weight": draw(*shape) for name, shape in shapes().items()}
+            for norm in ("input_layernorm", "post_attention_layernorm"):
+                tensors[f"model.layers.{layer}.{norm}.weight"] = torch.ones(HIDDEN, dtype=torch.bfloat16)
+        file = f"model-{layer + 1:05d}.safetensors"
+        save(tensors, target / file)
+        places |= dict.fromkeys(tensors, file)
+    (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    for i in range(adapters):
+        folder = target / "adapters" / str(i)
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {}
+        for layer in range(layers):
+            for name, (n, k) in shapes().items():
+                place = f"base_model.model.model.layers.{layer}.{name}"
+                tensors[f"{place}.lora_A.weight"] = draw(rank, k, scale=k**-0.5)
+                tensors[f"{place}.lora_B.weight"] = draw(n, rank, scale=0.02)
+        save(tensors, folder / "adapter_model.safetensors")
+        about = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank, "bias": "none"}
+        about |= {"target_modules": list(MODULES), "base_model_name_or_path": str(target)}
+        (folder / "adapter_config.json").write_text(json.dumps(about))
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<s>", "</s>", "<pad>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(["the quick brown fox"], trainer)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    ).save_pretrained(target)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=MLP, num_hidden_layers=layers,
+        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD, max_position_embeddings=4096,
+        bos_token_id=0, eos_token_id=1, pad_token_id=2, tie_word_embeddings=False, dtype="bfloat16",
+        architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(target)  # last: who waits for the model waits for this file
+
+
+# ---- an engine, in a process of its own
+
+
+def serve_engine(model: Path, arm: str, adapters: int, users: int, answers: int, eager: bool) -> None:
+    """Start an engine, then do what each line of standard input asks, answering with a line in the file `answers`."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    start = time.perf_counter()
+    while not (model / "config.json").exists():
+        time.sleep(0.2)
+    if arm == OURS:
+        from halfbyte.integrations.vllm import register
+
+        register()
+    from vllm import LLM
+
+    options: dict[str, Any] = {}
+    if adapters:
+        rank = json.loads((model / "adapters" / "0" / "adapter_config.json").read_text())["r"]
+        options = {"enable_lora": True, "max_loras": adapters, "max_lora_rank": rank}
+    llm = LLM(
+        model=str(model), dtype="bfloat16", max_model_len=1024, max_num_seqs=users, enable_prefix_caching=False,
+        quantization="bitsandbytes", load_format="bitsandbytes", kv_cache_memory_bytes=KV_BYTES, enforce_eager=eager,
+        **options,
+    )  # fmt: skip
+    engine = Engine(llm, model, adapters)
+    with os.fdopen(answers, "w") as out:
+
+        def answer(value: Any) -> None:
+            out.write(json.dumps(value) + "\n")
+            out.flush()
+
+        answer({"ready_s": time.perf_counter() - start})
+        for line in sys.stdin:
+            words = json.loads(line)
+            try:
+                answer(getattr(engine, words.pop("do"))(**words))
+            except Exception:
+                answer({"error": traceback.format_exc()})
+
+
+class Engine:
+    """What a `run` asks of an engine."""
+
+    def __init__(self, llm: Any, model: Path, adapters: int) -> None:
+        from vllm.lora.request import LoRARequest
+
+        self.llm = llm
+        self.loras = [LoRARequest(str(i), i + 1, str(model / "adapters" / str(i))) for i in range(adapters)]
+
+    def _generate(self, users: int, tokens: int, seed: int, **sampling: Any) -> Any:
+        from vllm import SamplingParams
+
+        generator = random.Random(seed)
+        prompts = [{"prompt_token_ids": [generator.randint(3, 300) for _ in range(PROMPT)]} for _ in range(users)]
+        chosen = [self.loras[i % len(self.loras)] for i in range(users)] if self.loras else None
+        wanted = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, **sampling)
+        return self.llm.generate(prompts, wanted, lora_request=chosen, use_tqdm=False)
+
+    def time(self, users: int, tokens: int, seed: int) -> float:
+        """Seconds from the first request to the last answer."""
+        start = time.perf_counter()
+        self._generate(users, tokens, seed)
+        return time.perf_counter() - start
+
+    def answers(self) -> list[dict[str, Any]]:
+        """Greedy answers to fixed prompts, and their logprobs."""
+        found = []
+        for output in self._generate(PROBES, PROBE_TOKENS, -1, logprobs=1):
+            choice = output.outputs[0]
+            pairs = zip(choice.token_ids, choice.logprobs, strict=True)
+            logprobs = [table[token].logprob for token, table in pairs]
+            found.append({"tokens": list(choice.token_ids), "logprobs": logprobs})
+        return found
+
+    def profile(self, users: int, tokens: int) -> dict[str, Any]:
+        """Where the time of a run goes: seconds in all, and of each kernel on the GPU, with its calls."""
+        from torch.profiler import ProfilerActivity, profile
+
+        self._generate(users, tokens, 0)
+        with profile(activities=[ProfilerActivity.CUDA]) as traced:
+            wall = self.time(users, tokens, 1)
+        kernels = [
+            {"kernel": each.key[:120], "calls": each.count, "us": each.self_device_time_total}
+            for each in traced.key_averages()
+            if each.self_device_time_total
+        ]
+        kernels.sort(key=lambda each: -each["us"])
+        busy = sum(each["us"] for each in kernels)
+        return {"users": users, "tokens": tokens, "wall_us": wall * 1e6, "busy_us": busy, "kernels": kernels[:40]}
+
+    def counters(self) -> dict[str, Any]:
+        """What halfbyte served and passed on in this process; a replayed graph counts once, when it was captured."""
+        from halfbyte.counters import counts
+
+        served, passed = counts.totals()
+        return {"served": served, "passed": passed}
+
+
+# ---- asking them
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured."""
+
+    model: Path
+    out: Path
+    adapters: Sequence[int]
+    users: Sequence[int]
+    tokens: int
+    rounds: int
+    profile: int
+    boot: int
+    eager: bool
+
+
+class Child:
+    """An engine's process."""
+
+    def __init__(self, settings: Settings, arm: str, adapters: int) -> None:
+        self.arm, self.adapters = arm, adapters
+        self.name = f"{arm}-{adapters}"
+        self.log = settings.out.with_name(f"{settings.out.stem}.{self.name}.log")
+        reader, writer = os.pipe()
+        words = [sys.executable, __file__, "engine", str(settings.model), "--arm", arm, "--adapters", str(adapters)]
+        words += ["--users", str(max(settings.users)), "--answers", str(writer), *["--eager"] * settings.eager]
+        environment = dict(os.environ)
+        environment["HALFBYTE_DISABLE"] = "0" if arm == OURS else "1"
+        for name in ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):  # as on machines of their own
+            environment[name] = f"/tmp/halfbyte-engine/{self.name}/{name.lower()}"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                words, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, pass_fds=(writer,), text=True,
+                env=environment,
+            )  # fmt: skip
+        os.close(writer)
+        self.answers = os.fdopen(reader)
+        self.ready: float | None = None
+        self.thread = threading.Thread(target=self._wait, daemon=True)
+        self.thread.start()
+
+    def _wait(self) -> None:
+        line = self.answers.readline()
+        self.ready = json.loads(line)["ready_s"] if line else None
+
+    def ask(self, do: str, **words: Any) -> Any:
+        """What the engine's method returns. Raises RuntimeError with the end of its log where it has ended."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps({"do": do, **words}) + "\n")
+            self.process.stdin.flush()
+            line = self.answers.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise RuntimeError(f"the engine {self.name} ended:\n{self.log.read_text(errors='replace')[-3000:]}")
+        value = json.loads(line)
+        if isinstance(value, dict) and "error" in value:
+            raise RuntimeError(f"the engine {self.name} cannot {do}:\n{value['error']}")
+        return value
+
+    def stop(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+
+def run(settings: Settings) -> None:
+    """Start all, measure, append rows."""
+    settings.out.parent.mkdir(parents=True, exist_ok=True)
+    children = [Child(settings, arm, adapters) for adapters in settings.adapters for arm in (PLAIN, OURS)]
+    try:
+        deadline = time.monotonic() + settings.boot
+        for child in children:
+            child.thread.join(max(0.0, deadline - time.monotonic()))
+            state = "did not start" if child.ready is None else f"ready after {child.ready:.0f} s"
+            print(f"{child.name}: {state}", flush=True)
+            if child.ready is None:
+                print(child.log.read_text(errors="replace")[-2500:], flush=True)
+        shared = about()
+        for adapters in settings.adapters:
+            pair = {child.arm: child for child in children if child.adapters == adapters and child.ready is not None}
+            for row in measure(settings, pair, shared):
+                with settings.out.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+        if settings.profile:
+            started = [each for each in children if each.ready is not None]
+            traces = {each.name: each.ask("profile", users=settings.profile, tokens=16) for each in started}
+            settings.out.with_suffix(".profile.json").write_text(json.dumps(traces, indent=1))
+            print("\n".join(line for name, trace in traces.items() for line in describe(name, trace)))
+    finally:
+        for child in children:
+            child.stop()
+
+
+def measure(settings: Settings, pair: Mapping[str, Child], shared: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Rows of the arms that started, each number of users as soon as it is done."""
+    answers = {arm: child.ask("answers") for arm, child in pair.items()}
+    again = pair[PLAIN].ask("answers") if PLAIN in pair else None
+    order = [arm for i in range(settings.rounds) for arm in (ORDER if i % 2 == 0 else ORDER[::-1]) if arm in pair]
+    for users in settings.users:
+        for child in pair.values():
+            child.ask("time", users=users, tokens=8, seed=0)
+        seconds: dict[str, list[float]] = {arm: [] for arm in pair}
+        for i, arm in enumerate(order):
+            seconds[arm].append(pair[arm].ask("time", users=users, tokens=settings.tokens, seed=i))
+        for arm, child in pair.items():
+            speeds = [users * settings.tokens / each for each in seconds[arm]]
+            middle = statistics.median(speeds)
+            compared = again if arm == PLAIN else answers[arm]
+            row = {
+                "suite": "serve",
+                **shared,
+                "kernel": f"{OURS} {shared['halfbyte']}" if arm == OURS else f"bitsandbytes {shared['bitsandbytes']}",
+                "format": "nf4-64",
+                "nested": False,  # vLLM expands the scales when it loads
+                "dtype": "bf16",
+                "adapters": child.adapters,
+                "rank": shared_rank(settings.model) if child.adapters else 0,
+                "engine": f"vllm {shared['vllm']} LLM",
+                "model": "24b-shapes",
+                "layers": json.loads((settings.model / "config.json").read_text())["num_hidden_layers"],
+                "users": users,
+                "prompt_tokens": PROMPT,
+                "new_tokens": settings.tokens,
+                "tokens_per_s": middle,
+                "tpot_ms": users / middle * 1e3,
+                "spread": (max(speeds) - min(speeds)) / middle,
+                "runs": speeds,
+                **(distance(answers[PLAIN], compared) if PLAIN in answers and compared else {}),
+                "counters": child.ask("counters") if arm == OURS else None,
+            }
+            brief = f"{row['tokens_per_s']:.0f} tokens/s, {row['tpot_ms']:.3f} ms a step, spread {row['spread']:.1%}"
+            print(f"{child.name}: {users} users: {brief}", flush=True)
+            yield row
+
+
+def shared_rank(model: Path) -> int:
+    """The adapters' rank."""
+    rank: int = json.loads((model / "adapters" / "0" / "adapter_config.json").read_text())["r"]
+    return rank
+
+
+def distance(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """As serve.py's: where answers first differ (median), which part of them does, and their logprobs before it."""
+    from serve import Run
+    from serve import distance as of_runs
+
+    runs = [Run("", {}, {(i, ""): (a["tokens"], a["logprobs"]) for i, a in enumerate(each)}) for each in (one, other)]
+    return {f"answers_{name}": value for name, value in asdict(of_runs(*runs)).items()}
+
+
+def describe(name: str, trace: Mapping[str, Any]) -> Iterator[str]:
+    """A trace for people."""
+    yield (
+        f"{name}, {trace['users']} users, {trace['tokens']} tokens: {trace['wall_us'] / 1e3:.1f} ms, "
+        f"GPU busy {trace['busy_us'] / 1e3:.1f} ms"
+    )
+    for each in trace["kernels"][:16]:
+        yield f"  {each['us'] / 1e3:8.2f} ms  {each['calls']:6} ×  {each['kernel'][:80]}"
+
+
+def about() -> dict[str, Any]:
+    """Where and with what."""
+    from importlib.metadata import version
+
+    import torch
+
+    import halfbyte
+    from halfbyte.lab.rows import Environment
+
+    fields = asdict(Environment.of(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
+    fields["halfbyte"] = halfbyte.__version__
+    for package in ("bitsandbytes", "vllm"):
+        fields[package] = version(package)
+    return fields
+
+
+def numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    making = commands.add_parser("make")
+    for name, default in (("layers", 8), ("adapters", 8), ("rank", 16)):
+        making.add_argument(f"--{name}", type=int, default=default)
+    running = commands.add_parser("run")
+    running.add_argument("--out", type=Path, required=True)
+    running.add_argument("--adapters", type=numbers, default=[0, 8])
+    running.add_argument("--users", type=numbers, default=[1, 16, 32, 64])
+    for name, default in (("tokens", 128), ("rounds", 1), ("profile", 0), ("boot", 400)):
+        running.add_argument(f"--{name}", type=int, default=default)
+    engine = commands.add_parser("engine")  # what `run` starts
+    engine.add_argument("--arm", required=True)
+    for name in ("adapters", "users", "answers"):
+        engine.add_argument(f"--{name}", type=int, required=True)
+    for each in (making, running, engine):
+        each.add_argument("model", type=lambda word: Path(word).resolve())
+    for each in (running, engine):
+        each.add_argument("--eager", action="store_true", help="no CUDA graphs, nothing compiled")
+    given = vars(parser.parse_args())
+    command = given.pop("command")
+    if command == "make":
+        make(given.pop("model"), **given)
+    elif command == "run":
+        run(Settings(**given))
+    else:
+        serve_engine(**given)
+
+
+if __name__ == "__main__":
+    main()
