@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 def test_rows(tmp_path):
     words = (
-        "bench generate --model tiny --users 1,4 --prompt 5 --tokens 6 --rounds 2 --nested --no-compile --device cpu"
+        "bench generate --model tiny --users 1,4 --prompt 5 --tokens 6 --rounds 1 --nested --no-compile --device cpu"
     )
     result = CliRunner().invoke(app, [*words.split(), "--out", str(tmp_path / "rows.jsonl"), "--json"])
     assert result.exit_code == 0, result.output
@@ -40,7 +40,7 @@ def test_rows(tmp_path):
         assert {"device", "arch", "driver", "torch", "commit", "date", "spread", "engine"} <= row.keys()
         assert (row["format"], row["nested"], row["dtype"]) == ("nf4-64-nested", True, "bf16")
         assert (row["prompt_tokens"], row["new_tokens"], row["layers"], row["compiled"]) == (5, 6, 2, False)
-        assert row["tpot_ms"] * 5 < 1e3 * 6 * row["users"] / row["tokens_per_s"] * 3  # the rest is the prompt
+        assert 0 < row["tpot_ms"] * 5 < 1e3 * 6 * row["users"] / row["tokens_per_s"]  # the rest is the prompt
         assert row["tokens_per_s"] > 0
     assert [row["speedup"] for row in rows if row["kernel"] == "bitsandbytes 0.50.2"] == [1.0, 1.0]
     assert not switch.status().enabled
@@ -76,6 +76,23 @@ def test_arms_share_no_compiled_code():
                 torch.compile(each.forward, backend=counter)(ids, use_cache=False)
             frames.append(counter.frame_count)
     assert 0 < frames[0] < frames[1]
+
+
+def test_an_arm_compiles_once():
+    """Not again, and then for caches of any length, when a run is longer than the warm-up before it."""
+    from torch._dynamo.utils import counters
+
+    torch.compiler.reset()
+    model = generate.build("tiny", CPU, torch.bfloat16, nested=False, layers=1)
+    options = generate._options(generate.Settings(), CPU)
+    options["compile_config"].backend = "eager"
+    arm = generate.make_arms(model)[2]
+    graphs = []
+    for _ in range(2):
+        counters.clear()
+        arm.run(torch.arange(4).view(1, 4), generate.WARM_TOKENS + 5, options)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs == [1, 0]
 
 
 def test_nothing_to_compare_is_an_error(monkeypatch):

@@ -49,12 +49,19 @@ class Arm:
     name: str
     model: Any
     on: bool
+    started: bool = False
 
     def run(self, ids: torch.Tensor, tokens: int, options: dict[str, Any]) -> Run:
-        """Generate `tokens` tokens for every row of `ids`, after a short warm-up that settles the switch's change."""
+        """Generate `tokens` tokens for every row of `ids`, after a short warm-up that settles the switch's change.
+
+        The first run has none: it compiles. A cache is as long as the longest generation so far, so one that began with
+        a shorter warm-up would be compiled twice, the second time for caches of any length, which is slower.
+        """
         context: AbstractContextManager[Any] = switch.enabled() if self.on else nullcontext()
         with context, torch.inference_mode():
-            _generate(self.model, ids, WARM_TOKENS, options)
+            if self.started:
+                _generate(self.model, ids, WARM_TOKENS, options)
+            self.started = True
             return _generate(self.model, ids, tokens, options)
 
 
