@@ -373,7 +373,7 @@ def test_loading_switches_on_and_logs_which_kernels_serve(
     other = nn.Module()
     other.weight = vllm_stub.parameter([quantised(128, 64), quantised(64, 64, seed=1), quantised(64, 64, seed=2)])
     model = model_of(qkv_proj=qkv, other=model_of(qkv_proj=other))
-    config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2]))
+    config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2]), lora_config=None)
     loader = loader_of(loaders, {})
     with caplog.at_level(logging.INFO, "vllm.halfbyte"):
         loader.load_model(config, config_of(model))

@@ -23,7 +23,9 @@ from ..ops import CheckedWeight, check_weight
 from . import bitsandbytes as switch
 
 OPERATOR = "apply_bnb_4bit"
+ADDED = "adapters"  # of the counters: calls whose adapters vLLM's own kernels add
 ATTRIBUTE = "halfbyte_layer"  # of a parameter: its Layer
+ADAPTERS = "halfbyte_adapters"  # of a parameter with LoRA: its vllm_lora.Adapters
 
 _library: Any = None
 
@@ -149,20 +151,23 @@ def layer_of(weight: Tensor, offsets: Tensor | Sequence[int]) -> Layer:
     bounds = [int(offset) for offset in offsets]
     pieces = [states[i] for i in range(len(states))]
     merged = _merged(weight, pieces, bounds)
-    weights = (
-        [_checked(weight[bounds[i] : bounds[i + 1]], state) for i, state in enumerate(pieces)]
-        if merged is None
-        else [merged]
-    )
-    shards = []
-    start = 0
-    for one in weights:
-        stop = start + one.packed.shape[0]
-        shards.append(Shard(one, start, stop))
-        start = stop
-    layer = Layer(tuple(shards), len(pieces), states, weight.data_ptr())
+    shards = shards_of(weight, bounds) if merged is None else (Shard(merged, 0, merged.packed.shape[0]),)
+    layer = Layer(shards, len(pieces), states, weight.data_ptr())
     setattr(weight, ATTRIBUTE, layer)
     return layer
+
+
+def shards_of(weight: Tensor, offsets: Tensor | Sequence[int]) -> tuple[Shard, ...]:
+    """Each of vLLM's shards of a parameter on its own, as `layer_of` takes them; views of its memory."""
+    bounds = [int(offset) for offset in offsets]
+    states: Any = weight.bnb_quant_state  # type: ignore[attr-defined]
+    shards = []
+    start = 0
+    for i in range(len(states)):
+        one = _checked(weight[bounds[i] : bounds[i + 1]], states[i])
+        shards.append(Shard(one, start, start + one.packed.shape[0]))
+        start = shards[-1].stop
+    return tuple(shards)
 
 
 def _checked(codes: Tensor, state: Any) -> CheckedWeight:
@@ -197,10 +202,19 @@ def _merged(weight: Tensor, pieces: list[Any], bounds: list[int]) -> CheckedWeig
 
 
 def _apply(original: Any, keyset: DispatchKeySet, x: Tensor, weight: Tensor, offsets: Tensor, out: Tensor) -> None:
-    """The implementation that the dispatcher calls: halfbyte's, or else vLLM's."""
+    """The implementation that the dispatcher calls: halfbyte's, or else vLLM's. With LoRA, adapters are in it."""
+    adapters: Any = getattr(weight, ADAPTERS, None)
+    index = None if adapters is None else adapters.index(x.shape[0])
+    if index is not None:
+        try:
+            adapters.multiply(weight, x, index, out)
+            return
+        except (switch.Unserved, TypeError, ValueError) as error:
+            counts.passed(ADDED, str(error))
     try:
         layer_of(weight, offsets).multiply(x, out)
-        return
     except (switch.Unserved, TypeError, ValueError) as error:
         counts.passed(OPERATOR, str(error))
-    original.call_boxed(keyset, x, weight, offsets, out)
+        original.call_boxed(keyset, x, weight, offsets, out)
+    if index is not None:
+        adapters.add(x, out)

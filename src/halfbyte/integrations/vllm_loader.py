@@ -20,7 +20,7 @@ from ..checkpoints.split import split_columns, split_rows
 from ..formats import PackedWeight
 from ..ops import check_weight
 from . import bitsandbytes as switch
-from . import vllm_layers, vllm_report
+from . import vllm_layers, vllm_lora, vllm_report
 from .vllm import VARIABLE, logger
 
 MS = (1, 2, 4, 8, 16, 32, 64)  # rows of x that layers are got ready for where no CUDA graphs are captured
@@ -56,11 +56,13 @@ class Loading:
     """Goes before a BitsAndBytesModelLoader of vLLM's; see the module."""
 
     _sizes: tuple[int, ...] = ()
+    _config: Any = None
     _cuts: dict[str, Cut]
 
     def load_model(self, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's. Remembers for which batches it will capture CUDA graphs."""
+        """As vLLM's. Remembers for which batches it will capture CUDA graphs, and whether there will be adapters."""
         self._sizes = tuple(vllm_config.compilation_config.cudagraph_capture_sizes or ())
+        self._config = vllm_config
         return super().load_model(vllm_config, model_config, *args, **kwargs)  # type: ignore[misc]
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
@@ -85,6 +87,8 @@ class Loading:
             torch.cuda.synchronize()
         for line in describe(layers):
             logger.info("%s", line)
+        if self._config is not None:
+            vllm_lora.enable(self._config, self._sizes or MS)
         vllm_report.start()
 
     def _verify_model_compatibility(self, model: nn.Module, model_config: Any) -> None:
