@@ -95,18 +95,22 @@ class Layer:
             kernel = switch.kernel_for(shard.weight, dtype, m)
         return kernel
 
+    def check(self, x: Tensor, out: Tensor) -> None:
+        """Raise TypeError or ValueError unless x is [M, K] and `out` contiguous [M, N] of its dtype."""
+        n, k = self.shape
+        if x.dim() != 2 or out.shape != (x.shape[0], n) or out.dtype != x.dtype or not out.is_contiguous():
+            raise ValueError(
+                f"x {list(x.shape)} {x.dtype} and out {list(out.shape)} {out.dtype} for a layer [{n}, {k}]"
+            )
+        self.shards[0].weight.check_input("x", x, k)
+
     def multiply(self, x: Tensor, out: Tensor) -> None:
         """Write x [M, K] times the layer's transpose to contiguous `out` [M, N] of x's dtype.
 
         Raises Unserved, TypeError or ValueError where halfbyte does not, before anything is written.
         """
-        n, k = self.shape
+        self.check(x, out)
         m = x.shape[0]
-        if x.dim() != 2 or out.shape != (m, n) or out.dtype != x.dtype or not out.is_contiguous():
-            raise ValueError(
-                f"x {list(x.shape)} {x.dtype} and out {list(out.shape)} {out.dtype} for a layer [{n}, {k}]"
-            )
-        self.shards[0].weight.check_input("x", x, k)
         self.kernel(x.dtype, m)
         rows = x if x.stride(1) == 1 else x.contiguous()
         for shard in self.shards:
@@ -151,23 +155,20 @@ def layer_of(weight: Tensor, offsets: Tensor | Sequence[int]) -> Layer:
     bounds = [int(offset) for offset in offsets]
     pieces = [states[i] for i in range(len(states))]
     merged = _merged(weight, pieces, bounds)
-    shards = shards_of(weight, bounds) if merged is None else (Shard(merged, 0, merged.packed.shape[0]),)
-    layer = Layer(shards, len(pieces), states, weight.data_ptr())
-    setattr(weight, ATTRIBUTE, layer)
-    return layer
-
-
-def shards_of(weight: Tensor, offsets: Tensor | Sequence[int]) -> tuple[Shard, ...]:
-    """Each of vLLM's shards of a parameter on its own, as `layer_of` takes them; views of its memory."""
-    bounds = [int(offset) for offset in offsets]
-    states: Any = weight.bnb_quant_state  # type: ignore[attr-defined]
+    weights = (
+        [_checked(weight[bounds[i] : bounds[i + 1]], state) for i, state in enumerate(pieces)]
+        if merged is None
+        else [merged]
+    )
     shards = []
     start = 0
-    for i in range(len(states)):
-        one = _checked(weight[bounds[i] : bounds[i + 1]], states[i])
-        shards.append(Shard(one, start, start + one.packed.shape[0]))
-        start = shards[-1].stop
-    return tuple(shards)
+    for one in weights:
+        stop = start + one.packed.shape[0]
+        shards.append(Shard(one, start, stop))
+        start = stop
+    layer = Layer(tuple(shards), len(pieces), states, weight.data_ptr())
+    setattr(weight, ATTRIBUTE, layer)
+    return layer
 
 
 def _checked(codes: Tensor, state: Any) -> CheckedWeight:
@@ -207,7 +208,7 @@ def _apply(original: Any, keyset: DispatchKeySet, x: Tensor, weight: Tensor, off
     index = None if adapters is None else adapters.index(x.shape[0])
     if index is not None:
         try:
-            adapters.multiply(weight, x, index, out)
+            adapters.multiply(layer_of(weight, offsets), x, index, out)
             return
         except (switch.Unserved, TypeError, ValueError) as error:
             counts.passed(ADDED, str(error))

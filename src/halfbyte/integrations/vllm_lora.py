@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from ..adapter_ops import shrink_op
 from ..counters import bucket, counts
+from ..kernels import Kernel
 from ..kernels.registry import Expand
 from . import bitsandbytes as switch
 from . import vllm_layers
 from .vllm import logger
-from .vllm_layers import ADAPTERS, Shard, layer_of, shards_of
+from .vllm_layers import ADAPTERS, Layer, layer_of
 
 DTYPE = torch.bfloat16  # of A and B, and what vLLM casts activations of 4-bit layers to
 PLAIN_LAYERS = (
@@ -44,8 +45,14 @@ def enable(vllm_config: Any, sizes: Iterable[int]) -> None:
     disable()
     if vllm_config.lora_config is None:
         return
-    if not isinstance(vllm_config.additional_config, dict):
-        logger.warning("halfbyte folds no adapters: vLLM's additional_config is not a dictionary")
+    reason = None
+    if vllm_config.lora_config.fully_sharded_loras:
+        reason = "they are fully sharded over the ranks"
+    elif not isinstance(vllm_config.additional_config, dict):
+        reason = "vLLM's additional_config is not a dictionary"
+    if reason is not None:
+        counts.passed(vllm_layers.ADDED, reason)
+        logger.warning("halfbyte leaves adapters to vLLM's kernels: %s", reason)
         return
     # Code compiled with our layers leaves the adapters to the operator, code compiled without adds them itself: neither
     # may be found in vLLM's caches by the other.
@@ -60,6 +67,7 @@ def enable(vllm_config: Any, sizes: Iterable[int]) -> None:
             classes.append(type(f"Halfbyte{each.__name__}", (Folding, each), {}))
         classes.append(each)
     _original, utils._all_lora_classes = utils._all_lora_classes, tuple(classes)
+    logger.info("halfbyte folds adapters into the pass over 4-bit weights, in kernels that can")
 
 
 def disable() -> None:
@@ -77,8 +85,6 @@ def reason_against(base: Any, lora_config: Any) -> str | None:
         return f"{type(base).__name__} may do more than multiply"
     if lora_config.lora_dtype != DTYPE:
         return f"adapters in {lora_config.lora_dtype}, where activations are cast to {DTYPE}"
-    if lora_config.fully_sharded_loras and base.tp_size > 1:
-        return "fully sharded adapters"
     return None
 
 
@@ -104,23 +110,33 @@ class Folding:
         return reason is None
 
     def create_lora_weights(self, max_loras: int, lora_config: Any, model_config: Any = None) -> None:
-        """As vLLM's, but A of shards that share x lie side by side, so that one pass makes all of an adapter's A x."""
+        """As vLLM's, but a layer of several shards has one A and one B, of which vLLM's tensors for each are views.
+
+        A x of all shards is then one multiply, and B [N, shards * rank], zeros but for each shard's rows and columns,
+        goes with a single weight of all rows.
+        """
         super().create_lora_weights(max_loras, lora_config, model_config)  # type: ignore[misc]
-        stacked: tuple[Tensor, ...] = self.lora_a_stacked  # type: ignore[has-type]
-        self.a = stacked[0]
-        if len(stacked) > 1:
-            slots, _, rank, k = self.a.shape
-            self.a = self.a.new_zeros(slots, len(stacked), rank, k)
-            self.lora_a_stacked = tuple(self.a[:, i : i + 1] for i in range(len(stacked)))
+        stacked: tuple[tuple[Tensor, ...], ...] = (self.lora_a_stacked, self.lora_b_stacked)  # type: ignore[has-type]
+        self.a, self.b = (parts[0] for parts in stacked)
+        count = len(stacked[0])
+        if count == 1:
+            return
+        slots, _, rank, k = self.a.shape
+        heights = [part.shape[2] for part in stacked[1]]
+        self.a = self.a.new_zeros(slots, 1, count * rank, k)
+        self.b = self.b.new_zeros(slots, 1, sum(heights), count * rank)
+        self.lora_a_stacked = torch.split(self.a, rank, 2)
+        rows = torch.split(self.b, heights, 2)
+        self.lora_b_stacked = tuple(part[..., i * rank : (i + 1) * rank] for i, part in enumerate(rows))
 
     def set_mapping(self, punica_wrapper: Any) -> None:
         """As vLLM's; the operator then has the adapters."""
         super().set_mapping(punica_wrapper)  # type: ignore[misc]
         weight = self.base_layer.weight  # type: ignore[attr-defined]
-        adapters = Adapters.of(weight, self.a, self.lora_b_stacked, punica_wrapper)  # type: ignore[attr-defined]
+        adapters = Adapters.of(self.a, self.b, punica_wrapper)
         setattr(weight, ADAPTERS, adapters)
         if weight.device.type == "cuda":
-            adapters.prepare(_sizes)
+            adapters.prepare(layer_of(weight, weight.bnb_shard_offsets), _sizes)
 
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """The base layer; vLLM's method would add the adapters to what it returns."""
@@ -139,50 +155,29 @@ def is_4bit(weight: Any) -> bool:
     )
 
 
-@dataclass(frozen=True)
-class Slice:
-    """Rows start..stop of a layer's output, their weight, and their adapters: flat B, and their table of `Expand`."""
-
-    shard: Shard
-    b: Tensor
-    table: Tensor
-
-
 @dataclass(frozen=True, eq=False)
 class Adapters:
     """A layer's adapters as vLLM stacks them, and as halfbyte's operators take them.
 
-    stacked_a: [slots, shards, rank, K], stacked_b: of each shard [slots, 1, N, rank]. spans, scalings and the slices'
-    tables are made once: every slot has the full rank, an adapter of a smaller one zeros. address: where the weight's
-    codes were, to notice one that was loaded anew.
+    a: [slots, 1, rank, K], b: [slots, 1, N, rank]. spans, table and scalings, those of `AdapterSet`, are made once:
+    each slot has the full rank, an adapter of a smaller one zeros.
     """
 
-    address: int
     punica: Any
-    stacked_a: Tensor
-    stacked_b: tuple[Tensor, ...]
+    a: Tensor
+    b: Tensor
     spans: Tensor
+    table: Tensor
     scalings: Tensor
-    slices: tuple[Slice, ...]
 
     @classmethod
-    def of(cls, weight: Any, a: Tensor, b: tuple[Tensor, ...], punica: Any) -> Adapters:
-        """For a 4-bit parameter. Where its shards are not those of the adapters there are no slices."""
-        slots, count, rank, _ = a.shape
-        numbers = torch.arange(slots, dtype=torch.int32, device=a.device)
-        full = torch.full_like(numbers, rank)
-        shards = shards_of(weight, weight.bnb_shard_offsets)
-        if count == 1:  # one B for all rows
-            shards = layer_of(weight, weight.bnb_shard_offsets).shards
-        slices = [
-            Slice(shard, each.view(-1), torch.stack([full * i, full, numbers * rank, full], 1))
-            for i, (shard, each) in enumerate(zip(shards, b, strict=False))
-            if shard.stop - shard.start == each.shape[2]
-        ]
-        whole = len(slices) == len(shards) == count
-        spans = torch.stack([numbers * (count * rank), full * count], 1)
+    def of(cls, a: Tensor, b: Tensor, punica: Any) -> Adapters:
+        slots, _, rank, _ = a.shape
+        first = torch.arange(slots, dtype=torch.int32, device=a.device) * rank
+        full = torch.full_like(first, rank)
+        table = torch.stack([torch.zeros_like(first), full, first, full], 1)
         scalings = torch.ones(slots, device=a.device)  # vLLM has them in B
-        return cls(weight.data_ptr(), punica, a, b, spans, scalings, tuple(slices) if whole else ())
+        return cls(punica, a, b, torch.stack([first, full], 1), table, scalings)
 
     def index(self, m: int) -> Tensor | None:
         """int32 [m]: the slot of each of this step's tokens, -1 for none; None where no token has an adapter.
@@ -196,59 +191,44 @@ class Adapters:
             known: Tensor = meta.token_lora_mapping[:m]
             return known
         index = self.punica._token_lora_indices[:m]  # beyond this step's tokens anything may be in it
-        used = (index >= 0) & (index < self.spans.shape[0])
+        used = (index >= 0) & (index < self.a.shape[0])
         return torch.where(used, index, -1).to(torch.int32) if used.any() else None
 
-    def multiply(self, weight: Tensor, x: Tensor, index: Tensor, out: Tensor) -> None:
-        """Write a parameter's layer of x [M, K], each row with its adapter, to contiguous `out` [M, N] of its dtype.
+    def multiply(self, layer: Layer, x: Tensor, index: Tensor, out: Tensor) -> None:
+        """Write the layer of x [M, K], each row with its adapter, to contiguous `out` [M, N] of x's dtype.
 
         Raises Unserved, TypeError or ValueError where halfbyte does not; `out` may hold anything then.
         """
-        if weight.data_ptr() != self.address:
-            raise switch.Unserved("the weight was loaded anew")
-        name = self._run(x, index, out)
-        counts.serve(vllm_layers.OPERATOR, f"{name} with adapters", bucket(x.shape[0]))
+        kernel = self._run(layer, x, index, out)
+        counts.serve(vllm_layers.OPERATOR, f"{kernel.name} with adapters", bucket(x.shape[0]))
 
-    def _run(self, x: Tensor, index: Tensor, out: Tensor) -> str:
-        if not self.slices:
-            raise switch.Unserved("adapters of other shards than the layer's")
-        m = x.shape[0]
-        for each in self.slices:
-            kernel = switch.kernel_for(each.shard.weight, x.dtype, m)
-            if kernel.run_adapters is None:
-                raise switch.Unserved(f"{kernel.name} folds no adapters")
+    def _run(self, layer: Layer, x: Tensor, index: Tensor, out: Tensor) -> Kernel:
+        if len(layer.shards) > 1:
+            raise switch.Unserved("a layer of shards that take a launch each")
+        layer.check(x, out)
+        weight = layer.shards[0].weight
+        kernel = layer.kernel(x.dtype, x.shape[0])
+        if kernel.run_adapters is None:
+            raise switch.Unserved(f"{kernel.name} folds no adapters")
         rows = x if x.stride(1) == 1 else x.contiguous()
-        count, rank, k = self.stacked_a.shape[1:]
-        shrunk = shrink_op(rows, self.stacked_a.view(-1, k), self.spans, index, count * rank)
-        for each in self.slices:
-            weight, target = each.shard.weight, out[:, each.shard.start : each.shard.stop]
-            kernel = switch.kernel_for(weight, x.dtype, m)
-            gaps = not target.is_contiguous() and kernel.backend != "cpu"
-            whole = torch.empty_like(target, memory_format=torch.contiguous_format) if gaps else target
-            expand = Expand(shrunk, each.b, each.table, self.scalings, index)
-            assert kernel.run_adapters is not None
-            reason = kernel.run_adapters(rows, weight.packed, None, expand, whole)
-            if reason is not None:
-                raise switch.Unserved(reason)
-            if gaps:
-                target.copy_(whole)
-        return kernel.name
+        rank, k = self.a.shape[2:]
+        shrunk = shrink_op(rows, self.a.view(-1, k), self.spans, index, rank)
+        expand = Expand(shrunk, self.b.view(-1), self.table, self.scalings, index)
+        reason = kernel.run_adapters(rows, weight.packed, None, expand, out)
+        if reason is not None:
+            raise switch.Unserved(reason)
+        return kernel
 
     def add(self, x: Tensor, out: Tensor) -> None:
         """Add the adapters to a base layer's `out` with vLLM's kernels."""
-        slots, count, rank, k = self.stacked_a.shape
-        shrunk = torch.zeros(1, x.shape[0], count * rank, device=x.device)
-        self.punica.add_shrink(shrunk, x, (self.stacked_a.view(slots, 1, count * rank, k),), 1.0)
-        pieces = shrunk.view(-1, count, rank).transpose(0, 1).contiguous()
-        self.punica.add_expand(out, pieces, self.stacked_b, tuple(each.shape[2] for each in self.stacked_b))
+        self.punica.add_lora_linear(out, x, (self.a,), (self.b,), 1.0, (self.b.shape[2],))
 
-    def prepare(self, ms: Iterable[int]) -> None:
+    def prepare(self, layer: Layer, ms: Iterable[int]) -> None:
         """Compile and load what `multiply` will need for each of these numbers of rows; nothing is counted."""
-        k = self.stacked_a.shape[3]
-        n = sum(each.shape[2] for each in self.stacked_b)
+        n, k = layer.shape
         for m in ms:
-            x = torch.zeros(m, k, dtype=DTYPE, device=self.stacked_a.device)
+            x = torch.zeros(m, k, dtype=DTYPE, device=self.a.device)
             try:
-                self._run(x, x.new_zeros(m, dtype=torch.int32), x.new_empty(m, n))
+                self._run(layer, x, x.new_zeros(m, dtype=torch.int32), x.new_empty(m, n))
             except switch.Unserved:
                 continue
