@@ -27,13 +27,18 @@ def test_rows(tmp_path):
     words = (
         "bench generate --model tiny --users 1,4 --prompt 5 --tokens 6 --rounds 1 --nested --no-compile --device cpu"
     )
-    result = CliRunner().invoke(app, [*words.split(), "--out", str(tmp_path / "rows.jsonl"), "--json"])
+    result = CliRunner().invoke(app, [*words.split(), "--optimize", "--out", str(tmp_path / "rows.jsonl"), "--json"])
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [(row["users"], row["kernel"]) for row in rows] == [
         (users, name)
         for users in (1, 4)
-        for name in ("bitsandbytes 0.50.2", "bitsandbytes 0.50.2 again", "halfbyte cpu_linear")
+        for name in (
+            "bitsandbytes 0.50.2",
+            "bitsandbytes 0.50.2 again",
+            "halfbyte cpu_linear",
+            "halfbyte cpu_linear optimize",
+        )
     ]
     for row in rows:
         assert row["suite"] == "serve"

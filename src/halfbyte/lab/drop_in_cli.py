@@ -16,7 +16,9 @@ from .linear import DTYPE_NAMES
 
 
 def bench_generate_command(
-    shape: Annotated[str, typer.Option("--model", help="Shapes: llama-3-8b, llama-3.2-1b or tiny.")] = "llama-3-8b",
+    shape: Annotated[
+        str, typer.Option("--model", help="Shapes: llama-3-8b, llama-3.2-1b, smollm2-135m or tiny.")
+    ] = "llama-3-8b",
     users: Annotated[str, typer.Option(help="Rows of a batch, comma-separated.")] = "1,16",
     prompt: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 32,
     tokens: Annotated[int, typer.Option(help="New tokens.", min=2)] = 128,
@@ -25,6 +27,7 @@ def bench_generate_command(
     dtype: Annotated[str, typer.Option(help="Activations: bf16, fp16 or fp32.")] = "bf16",
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile the decoding.")] = True,
     layers: Annotated[int | None, typer.Option(help="Fewer layers than the model has.", min=1)] = None,
+    optimized: Annotated[bool, typer.Option("--optimize", help="Also measure it after halfbyte.optimize.")] = False,
     device: DeviceOption = DEFAULT_DEVICE,
     out: Annotated[Path | None, typer.Option(help="Append the rows to this JSONL file.")] = None,
     as_json: JsonOption = False,
@@ -36,7 +39,7 @@ def bench_generate_command(
     if dtype not in DTYPE_NAMES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPE_NAMES)}, got '{dtype}'")
     numbers = parse_numbers("--users", users)
-    settings = Settings(shape, numbers, prompt, tokens, rounds, nested, dtype, compiled, layers)
+    settings = Settings(shape, numbers, prompt, tokens, rounds, nested, dtype, compiled, layers, optimized)
     rows = []
     with notices.status("starting") as line:
         for row in bench_generate(settings, torch.device(device), DTYPE_NAMES[dtype], line.update):

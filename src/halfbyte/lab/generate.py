@@ -1,9 +1,10 @@
 """The serve suite with transformers as the engine: `generate` on bitsandbytes' layers, with and without halfbyte.
 
 One model in the shapes of a real one, its weights random and quantised by bitsandbytes, in arms that take turns in one
-process: bitsandbytes, bitsandbytes once more (whatever that differs by is noise), and halfbyte by its switch. Each arm
-is a model object of its own, as compiled code and captured CUDA graphs keep the kernels that they were made with: an
-arm that shared them with another would measure that other one. On a GPU the arms share the weights' memory.
+process: bitsandbytes, bitsandbytes once more (whatever that differs by is noise), halfbyte by its switch, and if asked
+for halfbyte by `halfbyte.optimize`. Each arm is a model object of its own, as compiled code and captured CUDA graphs
+keep the kernels that they were made with: an arm that shared them with another would measure that other one. On a GPU
+the arms share the weights' memory.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import nn
 
 from ..counters import bucket
 from ..integrations import bitsandbytes as switch
+from ..integrations.optimize import optimize
 from .rows import Environment
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -32,6 +34,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.2-1b": {
         "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
         "num_key_value_heads": 8, "vocab_size": 128256,
+    },
+    "smollm2-135m": {
+        "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+        "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True,
     },
     "tiny": {
         "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -76,7 +82,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured. users: rows of a batch. rounds: how often each arm takes its turn, after one to warm up."""
+    """What is measured. users: rows of a batch. rounds: how often each arm takes its turn, after one to warm up.
+
+    optimized: whether an arm runs what `halfbyte.optimize` makes of the model.
+    """
 
     shape: str = "llama-3-8b"
     users: Sequence[int] = (1, 16)
@@ -87,6 +96,7 @@ class Settings:
     dtype_name: str = "bf16"
     compiled: bool = True
     layers: int | None = None
+    optimized: bool = False
 
 
 def bench_generate(
@@ -102,11 +112,11 @@ def bench_generate(
     environment = asdict(Environment.of(device))
     for users in settings.users:
         torch.compiler.reset()
-        arms = make_arms(model)
+        arms = make_arms(model, settings.optimized)
         ids = torch.randint(
             model.config.vocab_size, (users, settings.prompt), generator=torch.Generator().manual_seed(0)
         )
-        speeds, tpots, kernel = _measure(arms, ids.to(device), settings, device, progress)
+        speeds, tpots, kernels = _measure(arms, ids.to(device), settings, device, progress)
         first = statistics.median(speeds[arms[0].name])
         for arm in arms:
             fifths = statistics.quantiles(speeds[arm.name], n=5) if settings.rounds > 1 else [first] * 4
@@ -114,7 +124,7 @@ def bench_generate(
             yield {
                 "suite": "serve",
                 **environment,
-                "kernel": f"halfbyte {kernel}" if arm.on else arm.name,
+                "kernel": kernels.get(arm.name, arm.name),
                 "format": "nf4-64" + ("-nested" if settings.nested else ""),
                 "nested": settings.nested,
                 "dtype": settings.dtype_name,
@@ -144,7 +154,8 @@ def build(shape: str, device: torch.device, dtype: torch.dtype, nested: bool, la
 
     if shape not in SHAPES:
         raise ValueError(f"bench generate: unknown shape '{shape}'; known: {', '.join(SHAPES)}")
-    config = LlamaConfig(**SHAPES[shape], max_position_embeddings=8192, rope_theta=500000.0, tie_word_embeddings=False)
+    fixed = {"max_position_embeddings": 8192, "rope_theta": 500000.0, "tie_word_embeddings": False}
+    config = LlamaConfig(**{**fixed, **SHAPES[shape]})
     config.num_hidden_layers = layers or config.num_hidden_layers
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -171,14 +182,19 @@ def build(shape: str, device: torch.device, dtype: torch.dtype, nested: bool, la
     return model.requires_grad_(False)
 
 
-def make_arms(model: Any) -> list[Arm]:
-    """bitsandbytes, the same again, and halfbyte, each with a model object of its own."""
+def make_arms(model: Any, optimized: bool = False) -> list[Arm]:
+    """bitsandbytes, the same again, halfbyte, and perhaps halfbyte's layers; each with a model object of its own."""
     theirs = f"bitsandbytes {version('bitsandbytes')}"
-    return [
+    arms = [
         Arm(theirs, twin(model), False),
         Arm(f"{theirs} again", twin(model), False),
         Arm("halfbyte", twin(model), True),
     ]
+    if optimized:
+        ours = twin(model)
+        optimize(ours)
+        arms.append(Arm("halfbyte optimize", ours, True))
+    return arms
 
 
 def twin(model: Any) -> Any:
@@ -200,13 +216,13 @@ def twin(model: Any) -> Any:
 
 def _measure(
     arms: Sequence[Arm], ids: torch.Tensor, settings: Settings, device: torch.device, progress: Callable[[str], None]
-) -> tuple[dict[str, list[float]], dict[str, list[float]], str]:
-    """(tokens a second, ms a token, each by arm and round; the kernel that served halfbyte's decoding)."""
+) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, str]]:
+    """(tokens a second, ms a token, each by arm and round; the kernels that served the decoding of halfbyte's arms)."""
     users = ids.shape[0]
     options = _options(settings, device)
     speeds: dict[str, list[float]] = {arm.name: [] for arm in arms}
     tpots: dict[str, list[float]] = {arm.name: [] for arm in arms}
-    kernel = ""
+    kernels: dict[str, str] = {}
     with torch._dynamo.config.patch(recompile_limit=RECOMPILES):
         for turn in range(settings.rounds + 1):
             for arm in arms:
@@ -215,11 +231,11 @@ def _measure(
                     switch.reset_counters()
                 run = arm.run(ids, settings.tokens, options)
                 if arm.on and not turn:
-                    kernel = _decoding_kernel(users)
+                    kernels[arm.name] = arm.name.replace("halfbyte", f"halfbyte {_decoding_kernel(users)}", 1)
                 if turn:
                     speeds[arm.name].append(users * settings.tokens / run.seconds)
                     tpots[arm.name].append(1e3 * (run.seconds - run.prompt_s) / (settings.tokens - 1))
-    return speeds, tpots, kernel
+    return speeds, tpots, kernels
 
 
 def _decoding_kernel(users: int) -> str:
