@@ -1,0 +1,89 @@
+"""The benchmark of vLLM's engine, but for the engine: the model that it makes, the order of asking, and the rows."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import engine
+
+ABOUT = {"halfbyte": "1", "bitsandbytes": "2", "vllm": "3", "device": "none"}
+
+
+def test_what_it_makes_is_a_model_with_adapters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    sizes = {"HIDDEN": 64, "MLP": 96, "HEADS": 4, "KV_HEADS": 2, "HEAD": 16, "VOCABULARY": 320}
+    for name, size in sizes.items():
+        monkeypatch.setattr(engine, name, size)
+    engine.make(tmp_path, layers=2, adapters=2, rank=4)
+    model, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    ids = torch.tensor([[5, 6, 7]])
+    answers = []
+    with torch.no_grad():
+        answers.append(model(ids).logits)
+        for i in range(2):
+            adapted = PeftModel.from_pretrained(model, tmp_path / "adapters" / str(i))
+            answers.append(adapted(ids).logits)
+            model = adapted.unload()
+    for i, answer in enumerate(answers):
+        assert all(float((answer - other).norm() / answer.norm()) > 0.01 for other in answers[:i])
+
+
+class FakeChild:
+    """An engine that takes as long as it is told to."""
+
+    def __init__(self, arm: str, seconds: list[float], tokens: list[int], log: list[str]) -> None:
+        self.arm, self.adapters, self.name, self.log = arm, 8, f"{arm}-8", log
+        self.seconds, self.tokens = seconds, tokens
+
+    def ask(self, do: str, **words: Any) -> Any:
+        if do == "time" and words["tokens"] != 8:
+            self.log.append(self.arm)
+            return self.seconds.pop(0)
+        if do == "answers":
+            return [{"tokens": self.tokens, "logprobs": [-1.0 - 0.5 * (self.arm == engine.OURS)] * len(self.tokens)}]
+        return {"served": {}} if do == "counters" else 0.0
+
+
+def test_rows_have_medians_noise_and_answers(tmp_path: Path) -> None:
+    (tmp_path / "adapters" / "0").mkdir(parents=True)
+    (tmp_path / "adapters" / "0" / "adapter_config.json").write_text(json.dumps({"r": 16}))
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 8}))
+    settings = engine.Settings(tmp_path, tmp_path / "rows", [8], [4], 32, 1, 0, 10, False)
+    log: list[str] = []
+    pair: Any = {
+        engine.PLAIN: FakeChild(engine.PLAIN, [2.0, 2.5], [1, 2, 3], log),
+        engine.OURS: FakeChild(engine.OURS, [1.0, 1.0], [1, 2, 4], log),
+    }
+    plain, ours = engine.measure(settings, pair, ABOUT)
+    assert log == list(engine.ORDER)
+    assert plain["runs"] == [64.0, 51.2]
+    assert plain["tokens_per_s"] == pytest.approx(57.6)
+    assert plain["spread"] == pytest.approx(12.8 / 57.6)
+    assert plain["tpot_ms"] == pytest.approx(4 / 57.6 * 1e3)
+    assert ours["tokens_per_s"] == 128.0
+    assert (plain["kernel"], ours["kernel"]) == ("bitsandbytes 2", "halfbyte 1")
+    assert (ours["layers"], ours["adapters"], ours["rank"], ours["users"]) == (8, 8, 16, 4)
+    assert (plain["answers_differing"], plain["answers_logprobs"]) == (0.0, 0.0)
+    assert (ours["answers_first"], ours["answers_differing"], ours["answers_logprobs"]) == (2, 1.0, 0.5)
+
+
+def test_an_arm_that_did_not_start_leaves_the_other_its_rows(tmp_path: Path) -> None:
+    (tmp_path / "adapters" / "0").mkdir(parents=True)
+    (tmp_path / "adapters" / "0" / "adapter_config.json").write_text(json.dumps({"r": 16}))
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 8}))
+    settings = engine.Settings(tmp_path, tmp_path / "rows", [8], [4], 32, 1, 0, 10, False)
+    ours: Any = FakeChild(engine.OURS, [1.0, 2.0], [1], [])
+    (row,) = engine.measure(settings, {engine.OURS: ours}, ABOUT)
+    assert row["runs"] == [128.0, 64.0]
+    assert "answers_first" not in row
