@@ -27,7 +27,9 @@ class Launches:
         self.bound.append((dtype, m, strict))
         return self
 
-    def __call__(self, x: Tensor, bias: Tensor | None, out: Tensor, stream: int, early: bool = False) -> None:
+    def __call__(
+        self, x: Tensor, bias: Tensor | None, out: Tensor, stream: int, early: bool = False, fields: object = None
+    ) -> None:
         assert stream == self.stream
         assert x.data_ptr() % 16 == 0
         assert x.stride(1) == 1

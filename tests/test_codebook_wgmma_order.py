@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from dataclasses import replace
 from functools import reduce
 from math import ceil
 from typing import Any
@@ -69,6 +70,15 @@ def of_wgmma(config: Config, k: int, units: int) -> Chains:
     return chains
 
 
+def tiles_of(config: Config, n: int, block: int, blocks: int) -> list[int]:
+    """tile_of and beyond of codebook_wgmma.cu: the tiles of a block, which may lie beyond N where another's does not."""
+    tile, found = block // config.CLUSTER, []
+    while tile // config.X_CLUSTER * config.X_CLUSTER * config.rows < n:
+        found.append(tile)
+        tile += blocks // config.CLUSTER
+    return found
+
+
 @pytest.fixture
 def bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches can be made without a GPU, and not be launched."""
@@ -92,7 +102,7 @@ def test_every_row_and_unit_is_someones_once_and_pieces_are_teams(n: int, k: int
     assert sorted(unit for chain in wanted.values() for unit in chain) == list(range(k // UNIT))
     assert all(of_mma(n, k, m) == wanted for m in (2, 8, 16))
     weight = weight_without_memory(n, k)
-    for m in (9, 32):
+    for m in (9, 32, 64):
         configs = all_configurations(n, k, m)
         assert configs
         assert len({config.RANKS for config in configs}) == 1
@@ -101,11 +111,14 @@ def test_every_row_and_unit_is_someones_once_and_pieces_are_teams(n: int, k: int
             assert of_wgmma(config, k, launch._call.units) == wanted
             blocks = launch.record.config.grid[0]
             assert blocks <= MULTIPROCESSORS
-            clusters, rest = divmod(blocks, config.CLUSTER)
-            assert rest == 0
-            tiles = [tile for cluster in range(clusters) for tile in range(cluster, ceil(n / config.rows), clusters)]
-            assert sorted(tiles) == list(range(ceil(n / config.rows)))
-            assert clusters <= len(tiles), "no cluster has nothing to do"
+            assert blocks % config.blocks == 0
+            walked = [tiles_of(config, n, block, blocks) for block in range(0, blocks, config.CLUSTER)]
+            tiles = sorted(tile for tiles in walked for tile in tiles if tile * config.rows < n)
+            assert tiles == list(range(ceil(n / config.rows)))
+            for first in range(0, len(walked), config.X_CLUSTER):
+                together = walked[first : first + config.X_CLUSTER]
+                assert together[0], "no cluster has nothing to do"
+                assert len({len(tiles) for tiles in together}) == 1, "blocks that share x need the same of it"
 
 
 def row_of(g: int) -> int:
@@ -116,7 +129,7 @@ def distinct(configs: list[Config], *names: str) -> list[Config]:
     return list({tuple(getattr(config, name) for name in names): config for config in configs}.values())
 
 
-@pytest.mark.parametrize("m", [16, 32])
+@pytest.mark.parametrize("m", [16, 32, 64])
 def test_every_output_is_read_where_its_sum_was_put(m: int) -> None:
     """sum_at, as add_chains and as finish of codebook_wgmma.cu use it."""
     for config in distinct(all_configurations(5120, 32768, m), "ROW_GROUPS", "COLUMNS", "CLUSTER"):
@@ -143,6 +156,24 @@ def test_every_output_is_read_where_its_sum_was_put(m: int) -> None:
             read[row, column] = sum_at(row // 64, column // 8 * 4 + (row >> 3 & 1) * 2 + (column & 1), lane_of)
         assert read == put
         assert sorted(put.values()) == list(range(rows * columns))
+
+
+@pytest.mark.parametrize("m", [16, 32, 64])
+def test_passed_sums_have_places_of_their_own(m: int) -> None:
+    """passed_at of codebook_wgmma.cu, between the sums of pieces and the nested map."""
+    for config in distinct(all_configurations(5120, 32768, m), "ROW_GROUPS", "UNIT_GROUPS"):
+        passed, sums = config.passed_sums, config.COLUMNS // 2
+        assert sums % passed == 0, "all sums go in whole turns"
+        places = [
+            unit_group * config.ROW_GROUPS * passed * 128 + (row_group * passed + i) * 128 + thread
+            for unit_group in range(config.UNIT_GROUPS - 1)
+            for row_group in range(config.ROW_GROUPS)
+            for i in range(passed)
+            for thread in range(128)
+        ]
+        assert places == list(range(len(places)))
+        without = replace(config, UNIT_GROUPS=1).shared_bytes
+        assert config.shared_bytes - without == 4 * len(places)
 
 
 def fold(parts: list[Tensor]) -> Tensor:
@@ -178,7 +209,7 @@ def added_by_wgmma(config: Config, sums: Tensor) -> Tensor:
 @pytest.mark.parametrize("shape", [(5120, 32768), (65536, 5120), (1000, 4096), (16384, 16384)], ids=str)
 def test_sums_are_added_in_the_order_of_codebook_mma(shape: tuple[int, int]) -> None:
     seen = set()
-    for config in all_configurations(*shape):
+    for config in (config for m in (16, 64) for config in all_configurations(*shape, m)):
         seed = torch.Generator().manual_seed(config.CLUSTER)
         sums = torch.randn(config.RANKS, 4, 4, 4096, generator=seed)
         wanted = added_by_mma(sums)
@@ -192,7 +223,7 @@ def test_ranks_are_those_of_codebook_mma_and_do_not_depend_on_m() -> None:
     several = set()
     for n in NS:
         for k in KS:
-            ranks = {config.RANKS for m in (9, 16, 17, 32) for config in all_configurations(n, k, m)}
+            ranks = {config.RANKS for m in (9, 16, 17, 32, 33, 64) for config in all_configurations(n, k, m)}
             splits = {
                 codebook_mma.configure(NF4, BF16, m, n, k, codebook_wgmma.ARCH, MULTIPROCESSORS)[0].SPLIT
                 for m in (1, 2, 8, 16)
@@ -234,7 +265,9 @@ class Launches:
     def bind(self, weight: PackedWeight, dtype: torch.dtype, m: int, variant: object = None) -> Any:
         laying = variant == IMAGE_STEM
 
-        def launch(x: Tensor, bias: Tensor | None, out: Tensor, stream: int, early: bool = False) -> None:
+        def launch(
+            x: Tensor, bias: Tensor | None, out: Tensor, stream: int, early: bool = False, fields: Any = None
+        ) -> None:
             image = out if laying else x
             size = codebook_wgmma.stages_of(weight.shape[1]) * (codebook_wgmma.columns(m) * (512 + 16) + 16)
             assert image.numel() >= size

@@ -130,7 +130,7 @@ def test_structs_are_what_the_kernel_takes() -> None:
     assert ctypes.sizeof(codebook_mma._Maps) == 768
     assert ctypes.sizeof(codebook.Codebook) == 68
     assert ctypes.sizeof(codebook.Scales) == 40
-    assert ctypes.sizeof(codebook_mma._Problem) == 72
+    assert ctypes.sizeof(codebook_mma._Problem) == 128
 
 
 @pytest.mark.parametrize("key", ["nf4", "fp4", "mxfp4"])
@@ -272,7 +272,7 @@ def test_laying_x_out_is_launched_with_blocks_of_two_warps(monkeypatch: pytest.M
 
 def test_wgmma_structs_are_what_the_kernels_take() -> None:
     assert ctypes.sizeof(codebook_wgmma._Maps) == 256
-    assert ctypes.sizeof(codebook_wgmma._Problem) == 56
+    assert ctypes.sizeof(codebook_wgmma._Problem) == 112
     assert codebook_wgmma._Problem.x_stride.offset == 24
     assert codebook_wgmma._Problem.units.offset == 48
 

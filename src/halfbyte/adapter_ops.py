@@ -19,6 +19,7 @@ from torch._C import DispatchKeySet
 from torch.autograd.function import once_differentiable
 
 from .counters import bucket, counts
+from .kernels import adapters_shrink
 from .kernels.adapters import expand_with_torch, shrink_on_cpu, shrink_with_torch
 from .kernels.cpu import library
 from .kernels.registry import DTYPES, Expand, Kernel
@@ -114,6 +115,9 @@ def _shrink(x: Tensor, a: Tensor, spans: Tensor, index: Tensor | None, width: in
     loaded = library() if x.device.type == "cpu" else None
     if loaded is not None:
         shrink_on_cpu(loaded, loaded.isa, rows, a, spans, index, out)
+    elif adapters_shrink.reason_against(x) is None:
+        with torch.cuda.device(x.device):
+            adapters_shrink.run(rows, a, spans, index, out)
     else:
         shrink_with_torch(rows, a, spans, index, out)
     return out.view(*x.shape[:-1], width)

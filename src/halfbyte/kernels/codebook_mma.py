@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ..formats import BlockFormat, PackedWeight, RecordLayout
-from . import codebook, fallback, nvrtc
+from . import adapters_expand, codebook, fallback, nvrtc
 from .launch import Launch, Launcher, part
-from .registry import Configuration, Kernel, Problem, Settings, register
+from .registry import Configuration, Expand, Kernel, Problem, Settings, register
 
 STEM = "codebook_mma"
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100")  # it compiles for
@@ -50,6 +50,7 @@ class Config:
     HIGH_FIRST: int
     OVERLAP: int
     RESIDENT: int
+    ADAPTERS: int = 0
 
     @property
     def threads(self) -> int:
@@ -103,6 +104,7 @@ class _Problem(ctypes.Structure):
         ("tiles", ctypes.c_int),
         ("larger", ctypes.c_int),
         ("units", ctypes.c_int),
+        ("expand", adapters_expand.ExpandStruct),
     )
 
 
@@ -331,10 +333,12 @@ def _arguments(weight: PackedWeight, config: Config, grid: Grid, arch: str) -> t
     return maps, codebook.table_of(weight.format.codebook, config.TERMS), codebook.scales_of(weight), problem
 
 
-def bind(weight: PackedWeight, dtype: torch.dtype, m: int, variant: bool | Settings = False) -> Launch:
+def bind(
+    weight: PackedWeight, dtype: torch.dtype, m: int, variant: bool | Settings = False, adapters: bool = False
+) -> Launch:
     """Compile or find the kernel for a weight on a GPU and m rows of x, at most `_chunk`; not inside graph capture.
 
-    variant: whether strict; or settings.
+    variant: whether strict; or settings. adapters: whether they add to the outputs.
     """
     strict, settings = (False, variant) if isinstance(variant, tuple) else (variant, None)
     device = weight.device.index
@@ -342,6 +346,7 @@ def bind(weight: PackedWeight, dtype: torch.dtype, m: int, variant: bool | Setti
     n, k = weight.shape
     side = not codebook.copies_scales(weight, arch)
     config, grid = configure(weight.format, dtype, m, n, k, arch, multiprocessors, strict, side, settings)
+    config = replace(config, ADAPTERS=int(adapters))
     return Launch(
         nvrtc.load(STEM, arch, asdict(config), device, config.shared_bytes),
         _arguments(weight, config, grid, arch),
@@ -382,6 +387,39 @@ def run(
     if launcher is None:
         fallback.run(x, weight, bias, out)
         return
+    _launch(launcher, x, weight, bias, None, out, strict or settings or False)
+
+
+def run_adapters(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    expand: Expand,
+    out: Tensor,
+    settings: Settings | None = None,
+) -> str | None:
+    """See registry.RunAdapters."""
+    launcher = launcher_of(weight)
+    if launcher is None:
+        return "the weight's address is not aligned"
+    reason = adapters_expand.reason_against(expand)
+    if reason is None:
+        _launch(launcher, x, weight, bias, expand, out, settings or False)
+    return reason
+
+
+_bind_with_adapters = adapters_expand.binder(bind)
+
+
+def _launch(
+    launcher: Launcher,
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    expand: Expand | None,
+    out: Tensor,
+    variant: bool | Settings,
+) -> None:
     m = x.shape[0]
     row = x.stride(0) * x.element_size() if m > 1 else 0
     if (x.data_ptr() | row) % codebook.ALIGNMENT or x.stride(1) != 1:
@@ -391,8 +429,13 @@ def run(
     chunk = _chunk(codebook.device_of(launcher.index)[0])
     for first in range(0, m, chunk):
         rows = slice(first, min(m, first + chunk))
-        launch = launcher.get(bind, weight, x.dtype, rows.stop - rows.start, strict or settings or False)
-        launch(part(x, rows), bias, part(out, rows), stream, early or first > 0)
+        size, fields = rows.stop - rows.start, None
+        if expand is None:
+            launch = launcher.get(bind, weight, x.dtype, size, variant)
+        else:
+            launch = launcher.get(_bind_with_adapters, weight, x.dtype, size, ("adapters", variant))
+            fields = adapters_expand.fields_of(expand, first)
+        launch(part(x, rows), bias, part(out, rows), stream, early or first > 0, fields)
 
 
 register(
@@ -406,6 +449,7 @@ register(
         batch_invariant_to=MAX_M,
         describe=describe,
         launch=launch_for,
+        run_adapters=run_adapters,
         configurations=choices,
     )
 )

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from ..formats import BlockFormat, PackedWeight
-from . import codebook, fallback, nvrtc
+from . import adapters_expand, codebook, fallback, nvrtc
 from . import codebook_mma as mma
 from .launch import Launch, Launcher, part
-from .registry import Configuration, Kernel, Problem, Settings, register
+from .registry import Configuration, Expand, Kernel, Problem, Settings, register
 
 STEM, IMAGE_STEM = "codebook_wgmma", "codebook_wgmma_x"
 ARCH = "sm_90a"
@@ -51,6 +51,7 @@ class Config:
     OVERLAP: int
     PRODUCER_REGISTERS: int
     CONSUMER_REGISTERS: int
+    ADAPTERS: int = 0
 
     @property
     def threads(self) -> int:
@@ -88,6 +89,7 @@ class _Problem(ctypes.Structure):
         ("k", ctypes.c_int),
         ("bias_is_fp32", ctypes.c_int),
         ("units", ctypes.c_int),
+        ("expand", adapters_expand.ExpandStruct),
     )
 
 
@@ -223,10 +225,13 @@ def predicted_seconds(problem: Problem) -> float:
     return choices(problem)[0].seconds
 
 
-def bind(weight: PackedWeight, dtype: torch.dtype, m: int, variant: str | Settings | None = None) -> Launch:
+def bind(
+    weight: PackedWeight, dtype: torch.dtype, m: int, variant: str | Settings | None = None, adapters: bool = False
+) -> Launch:
     """Compile or find the kernel for a weight on a GPU and m rows of x, at most CHUNK; not inside graph capture.
 
-    variant: IMAGE_STEM for laying x out; else settings of the multiply, or None.
+    variant: IMAGE_STEM for laying x out; else settings of the multiply, or None. adapters: whether they add to the
+    outputs.
     """
     device = weight.device.index
     multiprocessors = codebook.device_of(device)[1]
@@ -236,7 +241,7 @@ def bind(weight: PackedWeight, dtype: torch.dtype, m: int, variant: str | Settin
     config = configure(weight.format, dtype, m, n, k, multiprocessors, side, settings)
     if variant == IMAGE_STEM:
         return launch_image(config, k, device, multiprocessors)
-    return launch(weight, config, device, multiprocessors)
+    return launch(weight, replace(config, ADAPTERS=int(adapters)), device, multiprocessors)
 
 
 def launch_image(config: Config, k: int, device: int, multiprocessors: int) -> Launch:
@@ -294,12 +299,46 @@ def image_for(x: Tensor) -> Tensor:
     return torch.empty((m, ceil(size / m / 16) * 16), dtype=torch.uint8, device=x.device)
 
 
+def launcher_of(weight: PackedWeight) -> Launcher | None:
+    """The weight's launcher; None where the kernel cannot take its addresses (views that are not aligned)."""
+    launcher = Launcher.of(STEM, weight)
+    return launcher if launcher.readable and launcher.addresses[0] % codebook.ALIGNMENT == 0 else None
+
+
 def run(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, settings: Settings | None = None) -> None:
     """See registry.Run. Weights at odd addresses (views that are not 16-byte aligned) go to the fallback."""
-    launcher = Launcher.of(STEM, weight)
-    if not launcher.readable or launcher.addresses[0] % codebook.ALIGNMENT:
+    launcher = launcher_of(weight)
+    if launcher is None:
         fallback.run(x, weight, bias, out)
         return
+    _launch(launcher, x, weight, bias, None, out, settings)
+
+
+def run_adapters(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, expand: Expand, out: Tensor, settings: Settings | None = None
+) -> str | None:
+    """See registry.RunAdapters."""
+    launcher = launcher_of(weight)
+    if launcher is None:
+        return "the weight's address is not aligned"
+    reason = adapters_expand.reason_against(expand)
+    if reason is None:
+        _launch(launcher, x, weight, bias, expand, out, settings)
+    return reason
+
+
+_bind_with_adapters = adapters_expand.binder(bind)
+
+
+def _launch(
+    launcher: Launcher,
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    expand: Expand | None,
+    out: Tensor,
+    settings: Settings | None,
+) -> None:
     if (x.data_ptr() | x.stride(0) * x.element_size()) % codebook.ALIGNMENT or x.stride(1) != 1:
         x = x.clone(memory_format=torch.contiguous_format)
     stream = launcher.stream()
@@ -309,8 +348,13 @@ def run(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, setti
         these = part(x, rows)
         image = image_for(these)
         launcher.get(bind, weight, x.dtype, these.shape[0], IMAGE_STEM)(these, None, image, stream, True)
-        multiply = launcher.get(bind, weight, x.dtype, these.shape[0], settings)
-        multiply(image, bias, part(out, rows), stream, early or first > 0)
+        fields = None
+        if expand is None:
+            multiply = launcher.get(bind, weight, x.dtype, these.shape[0], settings)
+        else:
+            multiply = launcher.get(_bind_with_adapters, weight, x.dtype, these.shape[0], ("adapters", settings))
+            fields = adapters_expand.fields_of(expand, first)
+        multiply(image, bias, part(out, rows), stream, early or first > 0, fields)
 
 
 register(
@@ -323,6 +367,7 @@ register(
         run=run,
         batch_invariant_to=MAX_M,
         describe=describe,
+        run_adapters=run_adapters,
         configurations=choices,
     )
 )

@@ -11,7 +11,7 @@ import ctypes
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar
 
@@ -100,15 +100,26 @@ class Launch:
         )
         self._early = early
 
-    def __call__(self, x: Tensor, bias: Tensor | None, out: Tensor, stream: int, early: bool = False) -> None:
+    def __call__(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        stream: int,
+        early: bool = False,
+        fields: Mapping[str, Any] | None = None,
+    ) -> None:
         """x [m, k] with unit stride along k, bias [n] of x's dtype or fp32, contiguous out [m, n]; on the weight's GPU.
 
         stream: the raw stream to launch on. early: nothing that the kernel before this one writes is read by it before
-        it waits for that one: the weight has stayed as it was. Raises RuntimeError where the driver refuses.
+        it waits for that one: the weight has stayed as it was. fields: others of the last argument that a call brings;
+        they stay, so that such a launch is no one's who does not. Raises RuntimeError where the driver refuses.
         """
         config = self.record.config
         with self._lock:  # the driver copies the arguments before it returns
             set_call(self._call, x, bias, out)
+            for name, value in (fields or {}).items():
+                setattr(self._call, name, value)
             config.stream, config.count = stream, int(early and self._early)
             error = driver().cuLaunchKernelEx(
                 ctypes.byref(config), ctypes.c_void_p(self.record.function), self._pointers, None

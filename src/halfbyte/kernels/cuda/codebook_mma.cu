@@ -26,6 +26,7 @@
 //   BLOCK           32 or 64: k between two scales          TERMS       2 keeps the table to 22 bits, else 1
 //   SCALE_KIND      0 fp32, 1 nested, 2 E8M0                SCALE_SIDE  whether side warps bring the scales
 //   HIGH_FIRST      element 2j is the high nibble of byte j OVERLAP     starts before the previous kernel has ended
+//   ADAPTERS        whether they add to the outputs
 
 #define UNIT 64                                  // weights of a row that a warp takes from a stage
 #define TEAM 4                                   // warps of a team: units in a stage
@@ -79,6 +80,7 @@
 static_assert(STAGES % TEAMS == 0, "the ring holds whole rounds of teams");
 
 #include "codebook_types.cuh"
+#include "adapters_expand.cuh"
 
 struct Maps {    // for bulk copies: of a pass of TILES tiles, of one of LAST, of one of LAST - 1
     TensorMap codes[3], scales[3];
@@ -94,6 +96,7 @@ struct Problem {
     int bias_is_fp32;
     int tiles, larger;      // of W that a cluster owns; the first `larger` clusters own one more
     int units;              // units of K that a block of a cluster owns, a multiple of TEAM
+    Expand expand;          // adapters
 };
 
 #include "codebook_shared.cuh"

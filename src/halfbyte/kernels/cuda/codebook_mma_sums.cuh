@@ -157,6 +157,11 @@ DEVICE void reduce_and_store(const Problem& p, u32 base, int pass, float inverse
 #pragma unroll
         for (int o = 0; o < owned; ++o) {
             const int i = thread + threads * o, row = share.slab + pass * ROWS + i % (16 * T), column = 8 * j + i / (16 * T);
-            if (i < group_outputs && row < p.n && column < p.m) store(p, column, row, total[j][o], inverse);
+            if (i >= group_outputs || row >= p.n || column >= p.m) continue;
+            float added[1] = {-0.f};
+#if ADAPTERS
+            expand_rows(p.expand, column, 1, p.m, row, p.n, added);
+#endif
+            store(p, column, row, total[j][o], inverse, added[0]);
         }
 }

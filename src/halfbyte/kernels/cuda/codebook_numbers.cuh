@@ -61,10 +61,11 @@ DEVICE float bias_of(const Problem& p, int n) {
     return X_TYPE == 1 ? __uint_as_float(bits << 16) : half_to_float(bits);
 }
 
-// Writes an output: its sum times what its table was divided by, plus bias; one rounding for both, in every kernel alike.
-DEVICE void store(const Problem& p, int row, int n, float sum, float inverse) {
+// Writes an output: its sum times what its table was divided by, plus bias, plus what adapters add (-0: nothing); one rounding
+// for all, in every kernel alike.
+DEVICE void store(const Problem& p, int row, int n, float sum, float inverse, float added) {
     const long long at = (long long)row * p.n + n;
-    const float value = p.bias ? fmaf(sum, inverse, bias_of(p, n)) : sum * inverse;
+    const float value = __fadd_rn(p.bias ? fmaf(sum, inverse, bias_of(p, n)) : __fmul_rn(sum, inverse), added);
 #if X_TYPE == 2
     ((float*)p.out)[at] = value;
 #else

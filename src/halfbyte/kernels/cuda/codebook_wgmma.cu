@@ -20,6 +20,7 @@
 //   X_TYPE          0 fp16, 1 bf16 (also of out)     BLOCK          32 or 64: k between two scales
 //   SCALE_KIND      0 fp32, 1 nested, 2 E8M0         SCALE_SIDE     whether side warps bring the scales
 //   HIGH_FIRST      element 2j is the high nibble    OVERLAP        starts before the previous kernel has ended
+//   ADAPTERS        whether they add to the outputs
 //   PRODUCER_REGISTERS, CONSUMER_REGISTERS           of a thread
 
 #define UNIT 64
@@ -67,6 +68,7 @@
 #define TAKEN(group) (2 + ROW_GROUPS + (group))
 
 #include "codebook_types.cuh"
+#include "adapters_expand.cuh"
 
 struct Maps {
     TensorMap codes, scales;
@@ -80,6 +82,7 @@ struct Problem {
     int m, n, k;
     int bias_is_fp32;
     int units;              // units of K that a rank owns, a multiple of TEAM
+    Expand expand;          // adapters
 };
 
 #include "codebook_shared.cuh"
@@ -404,25 +407,40 @@ DEVICE float sum_of(u32 base, int block, int entry, u32 offset) {
     return value;
 }
 
-// Adds the sums of all pieces of K, which lie with the cluster's blocks, and writes a block's share of a tile's outputs.
+// Adds the sums of all pieces of K, which lie with the cluster's blocks, and writes a block's share of a tile's outputs: a
+// thread those of one row of W, for some rows of x at a time, so that what adapters add to them is on its way together.
 DEVICE void finish(const Problem& p, u32 base, int tile, int rank, int thread, float inverse) {
-    constexpr int outputs = ROWS * COLUMNS / CLUSTER, each = CLUSTER * ENTRIES / RANKS;
-#pragma unroll 4
-    for (int i = rank * outputs + thread; i < (rank + 1) * outputs; i += CONSUMERS) {
-        const int row = i % ROWS, column = i / ROWS, n = tile * ROWS + row;
-        if (n >= p.n || column >= p.m) continue;
-        const int in8 = row & 7, g = in8 & 1 ? (in8 + 7) / 2 : in8 / 2;    // row_of(g) == in8
-        const int lane_of = (row >> 4 & 3) * 32 + g * 4 + (column >> 1 & 3), index = column / 8 * 4 + (row >> 3 & 1) * 2 + (column & 1);
-        const u32 offset = sum_at(0, row / 64, index, lane_of);
-        float total = 0.f;
+    constexpr int outputs = ROWS * COLUMNS / CLUSTER, each = CLUSTER * ENTRIES / RANKS, most = (outputs + CONSUMERS - 1) / CONSUMERS, some = !ADAPTERS ? 1 : most < 4 ? most : 4;
+    static_assert(CONSUMERS % ROWS == 0, "a thread's outputs are of one row of W");
+    const int begin = rank * outputs + thread, end = (rank + 1) * outputs;
+#if ADAPTERS
+    previous_kernel_done();    // h is read
+#endif
+#pragma unroll(ADAPTERS ? 1 : 4)
+    for (int first = begin; first < end; first += some * CONSUMERS) {
+        const int row = first % ROWS, n = tile * ROWS + row;
+        if (n >= p.n) continue;
+        float added[some] = {-0.f};
+#if ADAPTERS
+        expand_rows(p.expand, first / ROWS, CONSUMERS / ROWS, p.m, n, p.n, added);
+#endif
 #pragma unroll
-        for (int s = 0; s < RANKS; ++s) {
-            float of_rank = 0.f;
+        for (int b = 0; b < some; ++b) {
+            const int i = first + b * CONSUMERS, column = i / ROWS;
+            if (i >= end || column >= p.m) continue;
+            const int in8 = row & 7, g = in8 & 1 ? (in8 + 7) / 2 : in8 / 2;    // row_of(g) == in8
+            const int lane_of = (row >> 4 & 3) * 32 + g * 4 + (column >> 1 & 3), index = column / 8 * 4 + (row >> 3 & 1) * 2 + (column & 1);
+            const u32 offset = sum_at(0, row / 64, index, lane_of);
+            float total = 0.f;
 #pragma unroll
-            for (int e = 0; e < each; ++e) of_rank += sum_of(base, (s * each + e) / ENTRIES, (s * each + e) % ENTRIES, offset);
-            total = s == 0 ? of_rank : total + of_rank;
+            for (int s = 0; s < RANKS; ++s) {
+                float of_rank = 0.f;
+#pragma unroll
+                for (int e = 0; e < each; ++e) of_rank += sum_of(base, (s * each + e) / ENTRIES, (s * each + e) % ENTRIES, offset);
+                total = s == 0 ? of_rank : total + of_rank;
+            }
+            store(p, column, n, total, inverse, added[b]);
         }
-        store(p, column, n, total, inverse);
     }
 }
 

@@ -1,0 +1,198 @@
+"""The CUDA kernels of adapters without a GPU: what they compile to, and what their launches are given."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from halfbyte.adapters import AdapterPool
+from halfbyte.formats import get_format
+from halfbyte.kernels import adapters_expand, adapters_shrink, codebook_mma, codebook_wgmma, kernels, nvrtc
+from halfbyte.kernels.registry import Expand
+from halfbyte.lab import sass
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+needs_nvrtc = pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
+NF4 = get_format("nf4")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path_factory.getbasetemp() / "cubins"))
+    nvrtc.cache_folder.cache_clear()
+    yield
+    nvrtc.cache_folder.cache_clear()
+
+
+# ---- shrink
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", adapters_shrink.ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("x_dtype", "a_dtype", "m", "wide"),
+    [
+        (BF16, BF16, 1, True),
+        (FP16, FP16, 16, True),
+        (BF16, BF16, 64, True),
+        (BF16, FP32, 64, True),
+        (BF16, BF16, 8, False),
+    ],
+    ids=str,
+)
+def test_shrink_compiles_without_spills(
+    arch: str, x_dtype: torch.dtype, a_dtype: torch.dtype, m: int, wide: bool
+) -> None:
+    config = adapters_shrink.configure(x_dtype, a_dtype, m, 5120, wide, arch)
+    cubin = nvrtc.compile(adapters_shrink.STEM, arch, asdict(config))
+    code, found = sass.disassemble(cubin), sass.count(sass.disassemble(cubin).instructions)
+    assert not code.local_memory()
+    assert sass.resources(cubin).registers <= 128, "else 512 threads do not fit"
+    if x_dtype == a_dtype:
+        batch = 2 if config.GROUPS == 4 else 4
+        assert found["HMMA"] == 2 * batch * config.GROUPS
+        if wide:
+            assert sum(found[name] for name in found if name.startswith("LDG") and ".128" in name) == batch * (
+                2 + config.GROUPS
+            )
+    else:
+        assert not found["HMMA"]
+        assert found["FFMA"] >= adapters_shrink.RANKS
+
+
+def test_the_order_of_sums_does_not_depend_on_the_rows() -> None:
+    for k in (64, 1024, 1025, 4096, 5120, 14336, 32768, 1 << 20):
+        seen = {adapters_shrink.configure(BF16, BF16, m, k, True, "sm_90a").CLUSTER for m in (1, 8, 9, 16, 64, 1000)}
+        assert len(seen) == 1
+        (cluster,) = seen
+        assert cluster in (1, 2, 4, 8, 16)
+        assert cluster == 16 or k <= 1024 * cluster
+    assert adapters_shrink.configure(BF16, BF16, 1, 5120, True, "sm_80").CLUSTER == 1, "no clusters there"
+
+
+@pytest.mark.parametrize(("m", "slots", "width"), [(1, 1, 16), (64, 64, 16), (16, 8, 64), (64, 1000, 768), (3, 2, 7)])
+def test_no_more_clusters_than_items_nor_than_fit(m: int, slots: int, width: int) -> None:
+    for k in (1024, 5120, 32768):
+        config = adapters_shrink.configure(BF16, BF16, m, k, True, "sm_90a")
+        clusters = adapters_shrink.clusters_for(config, m, slots, width)
+        assert 1 <= clusters * config.CLUSTER <= max(adapters_shrink.BLOCKS, config.CLUSTER)
+        assert clusters <= (min(m, slots + 1)) * -(-width // 16)
+
+
+def check_layout(stem: str, macros: dict[str, int], struct: str, mirror: type[ctypes.Structure]) -> None:
+    """The compiler places the struct's fields where ctypes does."""
+    names = [name for name, _ in mirror._fields_]  # type: ignore[misc]
+    asserts = "".join(
+        f'static_assert(__builtin_offsetof({struct}, {name}) == {getattr(mirror, name).offset}, "{name}");\n'
+        for name in names
+    )
+    asserts += f'static_assert(sizeof({struct}) == {ctypes.sizeof(mirror)}, "size");\n'
+    source = nvrtc._source(stem)
+    nvrtc.compile(stem, "sm_90a", macros, source + asserts)
+    wrong = asserts.replace(f"{struct}) == ", f"{struct}) == 1 + ")
+    with pytest.raises(nvrtc.CompileError, match="size"):
+        nvrtc.compile(stem, "sm_90a", macros, source + wrong)
+
+
+@needs_nvrtc
+def test_structs_are_what_the_kernels_take() -> None:
+    shrink = asdict(adapters_shrink.configure(BF16, BF16, 1, 1024, True, "sm_90a"))
+    check_layout(adapters_shrink.STEM, shrink, "Problem", adapters_shrink._Problem)
+    mma = asdict(codebook_mma.configure(NF4, BF16, 1, 4096, 4096, "sm_90a", 132)[0])
+    check_layout(codebook_mma.STEM, mma, "Problem", codebook_mma._Problem)
+    check_layout(codebook_mma.STEM, mma, "Expand", adapters_expand.ExpandStruct)
+    wgmma = asdict(codebook_wgmma.configure(NF4, BF16, 16, 5120, 4096, 132, False))
+    check_layout(codebook_wgmma.STEM, wgmma, "Problem", codebook_wgmma._Problem)
+
+
+def test_shrink_is_given_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = AdapterPool.random(1024, {"q": 32, "v": 64}, [16, 4, 40], dtype=BF16)
+    x, index = torch.randn(70, 1024).to(BF16), torch.zeros(70, dtype=torch.int32)
+    out = torch.empty(70, pool.width)
+    calls: list[dict[str, Any]] = []
+
+    class Launch:
+        def __init__(self, kernel: object, arguments: tuple[Any, ...], **options: Any) -> None:
+            self.options, self.clusters = options, arguments[-1].clusters
+
+        def __call__(
+            self, x: Tensor, bias: None, out: Tensor, stream: int, early: bool, fields: dict[str, Any]
+        ) -> None:
+            calls.append({**fields, **self.options, "clusters": self.clusters, "early_now": early})
+
+    monkeypatch.setattr(adapters_shrink, "Launch", Launch)
+    monkeypatch.setattr(adapters_shrink, "arch_of", lambda device: "sm_90a")
+    monkeypatch.setattr(nvrtc, "load", lambda *arguments: None)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    adapters_shrink._launch.cache_clear()
+    adapters_shrink.run(x, pool.a, pool.spans, index, out)
+    adapters_shrink.run(x, pool.a, pool.spans, None, out)
+    adapters_shrink.run(x[:0], pool.a, pool.spans, index[:0], out[:0])
+    adapters_shrink._launch.cache_clear()
+    first, second = calls
+    assert (first["a"], first["spans"], first["index"]) == (
+        pool.a.data_ptr(), pool.spans.data_ptr(), index.data_ptr(),
+    )  # fmt: skip
+    assert second["index"] is None
+    assert (first["k"], first["a_rows"], first["width"], first["slots"]) == (1024, pool.a.shape[0], pool.width, 3)
+    assert first["blocks"] == 2 * first["clusters"], "two chunks of rows, clusters of one block"
+    assert first["early_now"], "it waits for the kernel before it by itself"
+
+
+# ---- expand
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 65536, 5120), (4, 6144, 5120), (8, 5120, 4096)])
+def test_mma_with_adapters_compiles(m: int, n: int, k: int) -> None:
+    config = replace(codebook_mma.configure(NF4, BF16, m, n, k, "sm_90a", 132)[0], ADAPTERS=1)
+    check_expand(codebook_mma.STEM, asdict(config))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("m", "n", "k"), [(16, 65536, 5120), (32, 65536, 5120), (16, 5120, 4096), (32, 5120, 32768)])
+def test_wgmma_with_adapters_compiles(m: int, n: int, k: int) -> None:
+    config = replace(codebook_wgmma.configure(NF4, BF16, m, n, k, 132, False), ADAPTERS=1)
+    check_expand(codebook_wgmma.STEM, asdict(config))
+
+
+def check_expand(stem: str, macros: dict[str, int]) -> None:
+    code = sass.disassemble(nvrtc.compile(stem, "sm_90a", macros))
+    assert len(code.local_memory()) <= 3, "at most one number of the main loop, stored once"
+    found = sass.count(code.instructions)
+    assert any(name.startswith("LDG") and ".128" in name for name in found), "eight numbers of B at once"
+
+
+def test_rows_of_a_later_launch_have_their_own_part() -> None:
+    pool = AdapterPool.random(64, 32, [16, 16], dtype=FP16)
+    layer = pool.layer()
+    index = torch.arange(40, dtype=torch.int32) % 2
+    expand = Expand(torch.randn(40, layer.width), layer.b, layer.table, layer.scalings, index)
+    given = adapters_expand.fields_of(expand, 32)["expand"]
+    assert given.shrunk == expand.shrunk[32:].data_ptr()
+    assert given.index == index[32:].data_ptr()
+    assert (given.b, given.table, given.scalings) == tuple(
+        part.data_ptr() for part in (layer.b, layer.table, layer.scalings)
+    )
+    assert (given.width, given.slots, given.b_type) == (layer.width, 2, 0)
+    alone = Expand(expand.shrunk, layer.b, layer.table, layer.scalings, None)
+    assert adapters_expand.fields_of(alone, 32)["expand"].index is None
+
+
+def test_a_table_that_is_not_aligned_is_declined() -> None:
+    memory = torch.zeros(12, dtype=torch.int32)
+    b, scalings = torch.zeros(0), torch.zeros(2)
+    for first, declined in ((0, False), (1, True), (4, False)):
+        expand = Expand(torch.zeros(1, 1), b, memory[first : first + 8].view(2, 4), scalings, None)
+        assert (adapters_expand.reason_against(expand) is not None) == declined
+
+
+def test_kernels_that_fold_adapters() -> None:
+    folding = {kernel.name for kernel in kernels() if kernel.run_adapters is not None}
+    assert folding >= {"cpu_linear", "codebook_mma", "codebook_wgmma"}
