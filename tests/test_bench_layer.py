@@ -10,10 +10,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from halfbyte.adapters import AdapterPool
 from halfbyte.cli import app
 from halfbyte.formats import quantize
 from halfbyte.lab import linear as linear_suite
 from halfbyte.lab.layer import LAYERS, MULTIPLIES, Model, bench_layer, model_of
+from halfbyte.lab.layer_adapters import listed, peft_path
 from halfbyte.lab.linear import Bench
 from halfbyte.lab.peers import Peer, dense_layer, dequantising
 from halfbyte.reference import linear, relative_error
@@ -187,3 +189,44 @@ def test_rows_of_peers_are_not_repeated_for_formats_they_lack(quick: None) -> No
     names = [row.row.kernel for row in rows]
     assert len(names) == len(set(names))
     assert not any(name.startswith("bitsandbytes") for name in names)
+
+
+def test_adapters_are_measured_beside_the_same_layer_without(tmp_path: Path, quick: None) -> None:
+    pytest.importorskip("transformers")
+    out, path = tmp_path / "rows.jsonl", config_file(tmp_path / "tiny", **TINY)
+    words = ("--model", path, "--M", "2,5", "--adapters", "0,1,3", "--rank", "4", "--seconds", "0.01")
+    done = CliRunner().invoke(app, ["bench", "layer", *map(str, words), "--device", "cpu", "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    path_of_peft = "peft-path on halfbyte"
+    found = [(row["multiply"], row["M"], row["adapters"], row["kernel"].startswith("halfbyte ")) for row in rows]
+    mixes = [(0, True), (1, True), (1, False), (3, True), (3, False)]
+    assert found == [(multiply, m, *mix) for multiply in MULTIPLIES for m in (2, 5) for mix in mixes]
+    assert {row["kernel"] for row in rows if not row["kernel"].startswith("halfbyte ")} == {path_of_peft}
+    assert {row["rank"] for row in rows if row["adapters"]} == {4}
+    assert {row["date"] for row in rows} == {rows[0]["date"]}, "one run"
+    ours = [row for row in rows if row["kernel"].startswith("halfbyte ")]
+    assert all(row["error"] <= 1.1 * row["rounding_limit"] for row in ours)
+    theirs = [row for row in rows if row["kernel"] == path_of_peft]
+    assert all(row["rounding_limit"] < row["error"] < 10 * row["rounding_limit"] for row in theirs), "it rounds often"
+    records = json.loads(halfbyte("bench", "summary", out, "--json"))
+    assert [(each["adapters"], each["M"]) for each in records["adapters"]] == [(1, 2), (1, 5), (3, 2), (3, 5)]
+    assert {layer["adapters"] for layer in records["layers"]} == {0}
+    assert "PEFT's path" in halfbyte("bench", "summary", out)
+
+
+@pytest.mark.parametrize("words", [("--adapters", "-1"), ("--adapters", "one"), ("--adapters", "1", "--rank", "0")])
+def test_mixes_that_make_no_sense_are_refused(words: tuple[str, ...]) -> None:
+    assert words[-2] in halfbyte("bench", "layer", "--device", "cpu", *words, status=1)
+
+
+def test_peft_path_is_peft(quick: None) -> None:
+    """Its sum is that of the definition, whichever rows take which adapter."""
+    weight = quantize(torch.randn(48, 64, generator=torch.Generator().manual_seed(0)), "nf4")
+    pool = AdapterPool.random(64, 48, [4, 4, 4], dtype=torch.float32)
+    chosen = listed(pool.layer())
+    x = torch.randn(7, 64, generator=torch.Generator().manual_seed(1))
+    exact = linear(x, weight, None, chosen, torch.arange(7) % 3)
+    assert relative_error(peft_path(lambda x: linear(x, weight).float(), chosen, 3)(x), exact) < 1e-6
+    alone = linear(x, weight, None, chosen[:1], torch.zeros(7, dtype=torch.int64))
+    assert relative_error(peft_path(lambda x: linear(x, weight).float(), chosen[:1], 1)(x), alone) < 1e-6

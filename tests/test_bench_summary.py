@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from halfbyte.cli import app
-from halfbyte.lab.summary import Case, cases, layers, peer_of, read, shapes
+from halfbyte.lab.summary import Case, cases, layers, peer_of, read, shapes, with_adapters
 
 SHAPES = {"qkv": (6144, 5120), "o": (5120, 4096), "gate_up": (65536, 5120), "down": (5120, 32768)}
 OURS, BNB, CUBLAS = "halfbyte codebook_mma", "bitsandbytes 0.50.2 matmul_4bit", "cublas 2.11.0+cu130"
@@ -165,3 +165,35 @@ def test_no_files_no_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_the_repository_s_rows_are_read() -> None:
     results = Path(__file__).parents[1] / "benchmarks" / "results"
     assert "4096 × 4096" in summary(*sorted(results.glob("*.jsonl")))
+
+
+def test_adapters_are_held_against_the_base_of_their_run() -> None:
+    peft = {"peft-path on halfbyte": 14.0, "peft-path on bitsandbytes 0.50.2": 50.0}
+    run = {"date": "2026-11-30T02:00:00+00:00"}
+    rows = [
+        each
+        for multiply in SHAPES
+        for each in (
+            row(OURS, 10.0, multiply, **run),
+            row(OURS, 10.5, multiply, adapters=8, rank=16, **run),
+            *(row(name, us, multiply, adapters=8, rank=16, **run) for name, us in peft.items()),
+        )
+    ]
+    other_run = layer_rows({OURS: 5.0, BNB: 9.0})
+    (mix,) = with_adapters(cases(other_run + rows))
+    assert mix.added == pytest.approx(0.05), "its own run's base, not a newer or faster one"
+    assert (mix.path_us("halfbyte"), mix.path_us("bitsandbytes"), mix.path_us("vllm")) == (56, 200, None)
+    assert not with_adapters(cases([each for each in rows if each["adapters"]])), "no base in that run"
+
+
+def test_the_table_of_adapters(tmp_path: Path) -> None:
+    rows = [
+        row(OURS, us, multiply, adapters=a, rank=16 * (a > 0)) for multiply in SHAPES for a, us in ((0, 10), (8, 11))
+    ]
+    path = write(tmp_path / "rows.jsonl", rows)
+    text = summary(path)
+    assert "one layer with LoRA adapters" in text
+    assert "+10.0%" in text
+    (mix,) = json.loads(summary(path, "--json"))["adapters"]
+    assert (mix["us"], mix["base_us"], mix["adapters"], mix["rank"]) == (44, 40, 8, 16)
+    assert not json.loads(summary(path, "--json"))["violations"]

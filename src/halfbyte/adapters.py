@@ -309,18 +309,20 @@ class AdapterPool:
     ) -> AdapterPool:
         """A full pool of random adapters of these ranks in slots 0, 1, …; for benches and tests.
 
-        Each adds about 3 % to the outputs of weights that are drawn from a standard normal distribution.
+        Each adds about 3 % to the outputs of weights that are drawn from a standard normal distribution. They are drawn
+        on the pool's device, whose generator the numbers depend on.
         """
         stored = sum(_stored(rank) for rank in ranks)
         pool = cls(
             in_features, out_features, slots=len(ranks), ranks=stored, max_rank=max(ranks), dtype=dtype, device=device
         )  # fmt: skip
-        generator = torch.Generator().manual_seed(seed)
+        place = pool.a.device
+        generator = torch.Generator(place).manual_seed(seed)
         for rank in ranks:
             layers = {}
             for name, n in pool.out_features.items():
-                a = torch.randn(rank, in_features, generator=generator) / in_features**0.5
-                b = torch.randn(n, rank, generator=generator) * 0.03
+                a = torch.randn(rank, in_features, generator=generator, device=place) / in_features**0.5
+                b = torch.randn(n, rank, generator=generator, device=place) * 0.03
                 layers[name] = Adapter(a.to(dtype), b.to(dtype), (in_features / rank) ** 0.5)
             pool.add(layers)
         return pool

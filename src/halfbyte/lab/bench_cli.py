@@ -63,6 +63,9 @@ def bench_layer_command(
     device: DeviceOption = DEFAULT_DEVICE,
     peers: PeersOption = True,
     threads: ThreadsOption = None,
+    adapters: Annotated[str, typer.Option(help="LoRA adapters over the rows of x, comma-separated; without them, in "
+    "the same run, is always measured, and PEFT's path is the peer.")] = "0",
+    rank: Annotated[str, typer.Option(help="Ranks of the adapters, comma-separated.")] = "16",
     seconds: SecondsOption = 0.25,
     out: OutOption = None,
 ) -> None:  # fmt: skip
@@ -73,15 +76,18 @@ def bench_layer_command(
     chosen = prepared(dtype, device, threads)
     models = [model_of(name) for name in model or ("mistral-24b",)]
     ms, keys = parse_numbers("--M", m), formats.split(",")
+    words = [word for word in adapters.split(",") if word.strip() != "0"]
+    counts = parse_numbers("--adapters", ",".join(words)) if words else []
+    mixes = [(count, each) for count in counts for each in parse_numbers("--rank", rank)]
     rows = []
     with progress_bar() as bar:
         task = bar.add_task("measuring", total=len(models) * len(MULTIPLIES) * len(keys) * len(ms))
-        measured = bench_layer(models, ms, keys, dtype, chosen, peers, seconds, _missing, failed)
+        measured = bench_layer(models, ms, keys, dtype, chosen, peers, seconds, _missing, failed, mixes)
         for each in measured:
             if out:
                 append(out, [each.record()])
             rows.append(each.row)
-            if each.row.kernel.startswith("halfbyte "):  # the first of a problem
+            if each.row.kernel.startswith("halfbyte ") and not each.row.adapters:  # the first of a problem
                 bar.update(task, advance=1, description=f"{each.model} {each.multiply}, M = {each.row.M}")
     _show(rows)
 
@@ -115,7 +121,7 @@ def _show(rows: Sequence[Row]) -> None:
     table = Table("kernel", "format", "N × K", "M", "µs", "p20..p80", "of ceiling", "error / limit")
     for row in rows:
         table.add_row(
-            row.kernel,
+            row.kernel + (f", {row.adapters} adapters of rank {row.rank}" if row.adapters else ""),
             row.format,
             f"{row.N} × {row.K}",
             str(row.M),

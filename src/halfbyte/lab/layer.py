@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from ..checkpoints.mapped import read_json
+from .layer_adapters import Mix, candidates
 from .linear import Bench, OnFailure
 from .measure import reraise
 from .rows import Row
@@ -114,14 +116,18 @@ def bench_layer(
     seconds_each: float = 0.25,
     on_missing: Callable[[list[str]], None] = lambda names: None,
     on_failure: OnFailure = reraise,
+    adapters: Sequence[Mix] = (),
 ) -> Iterator[LayerRow]:
     """Rows of each multiply of each model, format and M, cold: ours first, then the peers'. As `lab.linear.Bench`.
 
     Besides the linear suite's peers: to dequantise and multiply. A multiply's weights are made once for all M.
+
+    adapters: how many of which rank, measured in turn with the same multiplies without; their only peer is PEFT's path.
     """
-    bench = Bench(SUITE, dtype_name, device, with_peers, seconds_each, True, on_missing, on_failure)
+    bench = Bench(SUITE, dtype_name, device, with_peers and not adapters, seconds_each, True, on_missing, on_failure)
     for model in models:
         for multiply, (n, k) in model.shapes.items():
             for key in formats:
-                for row in bench.rows(n, k, key, ms, rule=True):
+                more = partial(candidates, mixes=adapters, with_peers=with_peers)
+                for row in bench.rows(n, k, key, ms, rule=not adapters, more=more):
                     yield LayerRow(row, model.name, multiply)

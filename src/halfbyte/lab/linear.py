@@ -29,7 +29,8 @@ OnFailure = Callable[[str, Exception], None]  # a peer's name, and what it raise
 class Candidate:
     """A kernel on one problem: its layers, one for each copy of the weights.
 
-    dense: float64 [N, K], where it holds other values than the problem's weight.
+    dense: float64 [N, K], where it holds other values than the problem's weight. exact: the float64 answer for x, where
+    it is not x times the weight. adapters, rank: in its layers. label: what rows call it, where that is not `name`.
     """
 
     name: str
@@ -37,6 +38,14 @@ class Candidate:
     layers: Sequence[Layer]
     weight_bytes: int
     dense: Tensor | None = None
+    exact: Layer | None = None
+    adapters: int = 0
+    rank: int = 0
+    label: str = ""
+
+
+# candidates on a weight, of activations' dtype, with so many copies for so many bytes
+More = Callable[[PackedWeight, torch.dtype, Callable[[int], int]], Sequence[Candidate]]
 
 
 class Bench:
@@ -65,16 +74,19 @@ class Bench:
         self.peers, missing = peers(device) if with_peers else ([], [])
         on_missing(missing)
 
-    def rows(self, n: int, k: int, key: str, ms: Sequence[int], rule: bool = False) -> Iterator[Row]:
+    def rows(
+        self, n: int, k: int, key: str, ms: Sequence[int], rule: bool = False, more: More = lambda *_: []
+    ) -> Iterator[Row]:
         """Rows of a random weight [n, k] in a format for each M: ours first, then the peers of the same run.
 
-        rule: also measure to dequantise and multiply, which with bitsandbytes is what we must not be slower than.
+        rule: also measure to dequantise and multiply, which with bitsandbytes is what we must not be slower than. more:
+        what to measure beside these.
         """
         weight = quantize(torch.randn(n, k, device=self.device), key)
         chosen = [*self.peers, dequantising(weight)] if rule and self.with_peers else self.peers
         return bench_weight(
             weight, ms, self.dtype_name, chosen, self.seconds_each, self.suite, self.copies, self.environment,
-            self.ceiling, self.on_failure,
+            self.ceiling, self.on_failure, more,
         )  # fmt: skip
 
 
@@ -112,6 +124,7 @@ def bench_weight(
     environment: Environment,
     ceiling: float,
     on_failure: OnFailure = reraise,
+    more: More = lambda *_: [],
 ) -> Iterator[Row]:
     """Rows of one weight on its device for each M: ours, then those of the `chosen` peers that take it.
 
@@ -119,6 +132,7 @@ def bench_weight(
     measured in this process. Otherwise as `Bench`.
     """
     candidates = [_ours(weight, copies), *_peers(weight, chosen, dtype_name, copies, on_failure)]
+    candidates += more(weight, DTYPE_NAMES[dtype_name], copies)
     for m in ms:
         yield from _measure(suite, weight, candidates, m, dtype_name, seconds_each, environment, ceiling, on_failure)
 
@@ -178,7 +192,7 @@ def _measure(
     ours_name = _label(plan(Problem(weight.format, dtype, m, n, k, arch_of(device))).kernel)
 
     def failed(name: str, error: Exception) -> None:
-        if name == OURS:
+        if name.startswith(OURS):
             raise error
         on_failure(name, error)
 
@@ -186,7 +200,7 @@ def _measure(
         errors = {}
         for each in candidates:
             try:
-                exact = y if each.dense is None else x.double() @ each.dense.t()
+                exact = each.exact(x) if each.exact else y if each.dense is None else x.double() @ each.dense.t()
                 error = reference.relative_error(each.layers[0](x), exact)
                 errors[each] = error, reference.rounding_limit(exact, dtype)
             except Exception as failure:  # whatever a peer may raise
@@ -199,7 +213,7 @@ def _measure(
         yield Row(
             suite=suite,
             environment=environment,
-            kernel=ours_name if each.name == OURS else each.name,
+            kernel=ours_name if each.name.startswith(OURS) else each.label or each.name,
             format=each.format,
             nested=weight.format.nested and each.dense is None,
             dtype=dtype_name,
@@ -211,6 +225,8 @@ def _measure(
             ceiling_tb_per_s=ceiling,
             error=error,
             rounding_limit=limit,
+            adapters=each.adapters,
+            rank=each.rank,
         )
 
 

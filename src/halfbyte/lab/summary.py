@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .layer import MULTIPLIES
+from .layer_adapters import PATH
 
 Record = dict[str, Any]
 SUITES = ("linear", "layer")
@@ -140,6 +141,45 @@ def layers(all_cases: Sequence[Case]) -> list[Layer]:
     for layer in sorted(whole, key=lambda layer: (bool(layer.cases[0].peers), layer.ours["date"])):
         newest[_key(layer, "model", "format", "dtype", "adapters", "rank", "M")] = layer
     return [newest[key] for key in sorted(newest)]
+
+
+@dataclass(frozen=True)
+class WithAdapters:
+    """A layer with adapters, and the same without them, measured in turn with it."""
+
+    layer: Layer
+    base: Layer
+
+    @property
+    def added(self) -> float:
+        """Time over that of the base, as a share of it."""
+        return self.layer.us / self.base.us - 1
+
+    def path_us(self, base: str) -> float | None:
+        """PEFT's path over a base ("halfbyte", "bitsandbytes"); None where a multiply has no row of it."""
+        names = [row["kernel"] for row in self.layer.cases[0].peers if row["kernel"].startswith(f"{PATH} on {base}")]
+        if not names:
+            return None
+        found = [row["us"] for case in self.layer.cases for row in case.peers if row["kernel"] == names[0]]
+        return sum(found) if len(found) == len(self.layer.cases) else None
+
+
+def with_adapters(all_cases: Sequence[Case]) -> list[WithAdapters]:
+    """The newest layer of each mix of adapters, beside the base of the same run; mixes without one are left out."""
+    bases: dict[tuple[Any, ...], dict[str, Case]] = {}
+    for case in all_cases:
+        if case.ours["suite"] == "layer" and not case.ours["adapters"]:
+            bases.setdefault(_run(case), {})[case.ours["multiply"]] = case
+    found = []
+    for layer in layers(all_cases):
+        base = bases.get(_run(layer), {}) if layer.ours["adapters"] else {}
+        if base.keys() == set(MULTIPLIES):
+            found.append(WithAdapters(layer, Layer(tuple(base[multiply] for multiply in MULTIPLIES))))
+    return found
+
+
+def _run(each: Case | Layer) -> tuple[Any, ...]:
+    return _key(each, "model", "format", "dtype", "M", "commit", "date")
 
 
 def _key(each: Case | Layer, *fields: str) -> tuple[Any, ...]:

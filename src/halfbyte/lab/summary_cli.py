@@ -14,11 +14,12 @@ from rich.table import Table
 from ..terminal import JsonOption, console
 
 if TYPE_CHECKING:
-    from .summary import Case, Layer
+    from .summary import Case, Layer, WithAdapters
 
 E = TypeVar("E", bound="Case | Layer")
 RESULTS = Path("benchmarks/results")
 COLUMNS = ("halfbyte", "floor", "bitsandbytes", "dequantise + dense", "dense", "humming int4")
+BASES = ("halfbyte", "bitsandbytes")  # under PEFT's path
 FILES_HELP = f"JSONL files of rows; by default {RESULTS}/*.jsonl."
 
 
@@ -29,7 +30,7 @@ def bench_summary_command(
     as_json: JsonOption = False,
 ) -> None:
     """Tables from rows: layers added up, single shapes, and where halfbyte is slower than what it replaces."""
-    from .summary import cases, layers, read, shapes
+    from .summary import cases, layers, read, shapes, with_adapters
 
     paths = files or sorted(RESULTS.glob("*.jsonl"))
     if not paths:
@@ -37,14 +38,18 @@ def bench_summary_command(
     found = [case for case in cases(read(paths)) if device.lower() in case.ours["device"].lower()]
     if not found:
         raise ValueError(f"no row of halfbyte in the suites linear and layer, among {', '.join(map(str, paths))}")
-    single = shapes(found)
+    alone = [case for case in found if not case.ours["adapters"]]
+    single, mixes = shapes(alone), with_adapters(found)
     if as_json:
-        layer_records = [_record(layer) | {"model": layer.ours["model"]} for layer in layers(found)]
+        layer_records = [_record(layer) | {"model": layer.ours["model"]} for layer in layers(alone)]
         shape_records = [_record(case) | {key: case.ours[key] for key in ("N", "K", "kernel")} for case in single]
         violations = [record for record, case in zip(shape_records, single, strict=True) if case.violates]
-        print(json.dumps({"layers": layer_records, "shapes": shape_records, "violations": violations}))
+        mix_records = [_mix_record(mix) for mix in mixes]
+        records = {"layers": layer_records, "adapters": mix_records, "shapes": shape_records, "violations": violations}
+        print(json.dumps(records))
     else:
-        _show_layers(layers(found))
+        _show_layers(layers(alone))
+        _show_adapters(mixes)
         _show_shapes(single)
         _show_rule(single)
     if strict and any(case.violates for case in single):
@@ -59,9 +64,38 @@ def _record(each: Case | Layer) -> dict[str, Any]:
     return {key: each.ours[key] for key in common} | {"us": each.us, "floor_us": each.floor_us, **times}
 
 
+def _mix_record(mix: WithAdapters) -> dict[str, Any]:
+    common = ("device", "commit", "date", "model", "format", "dtype", "M", "adapters", "rank")
+    paths = {f"peft_path_{base}_us": mix.path_us(base) for base in BASES}
+    own = {"us": mix.layer.us, "base_us": mix.base.us, "added": mix.added}
+    return {key: mix.layer.ours[key] for key in common} | own | paths
+
+
+def _show_adapters(found: Sequence[WithAdapters]) -> None:
+    """A table for each model, format and dtype: a line for each mix of adapters and M."""
+    same = ("device", "model", "format", "dtype")
+    for _, alike in groupby(found, key=lambda mix: [mix.layer.ours[key] for key in same]):
+        lines = list(alike)
+        row = lines[0].base.ours
+        title = f"{row['model']}, one layer with LoRA adapters: sum of its four multiplies, µs; {_where(row)}"
+        paths = [f"PEFT's path on {base}" for base in BASES]
+        table = Table("adapters", "rank", "M", "without", "halfbyte", "added", *paths, "commit", title=title)
+        table.title_justify = "left"
+        for column in table.columns[:-1]:
+            column.justify = "right"
+        for mix in lines:
+            ours = mix.layer.ours
+            times = ["" if (us := mix.path_us(base)) is None else f"{us:,.1f}" for base in BASES]
+            mixed = (str(ours["adapters"]), str(ours["rank"]), str(ours["M"]))
+            table.add_row(
+                *mixed, f"{mix.base.us:,.1f}", f"{mix.layer.us:,.1f}", f"{mix.added:+.1%}", *times, ours["commit"]
+            )
+        console.print(table)
+
+
 def _show_layers(found: Sequence[Layer]) -> None:
     """A table for each model, format and dtype: a line for each M."""
-    for alike in _alike(found, "device", "model", "format", "dtype", "adapters", "rank"):
+    for alike in _alike(found, "device", "model", "format", "dtype"):
         row = alike[0].ours
         title = f"{row['model']}, one layer: sum of its four multiplies, µs; {_where(row)}"
         ends = [((str(layer.ours["M"]),), (layer.ours["commit"],)) for layer in alike]
