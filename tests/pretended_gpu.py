@@ -1,7 +1,8 @@
 """A CUDA device that is not there: the driver's functions that a launch calls, in Python, on memory of the CPU.
 
-All of the path from the operator to the driver is the real one, codebook_mma's launcher included; only compiling and
-the driver are pretended. "Launching" multiplies by what the weight decodes to, with what the launch says of x.
+All of the path from the operator to the driver is the real one, the launchers of codebook_mma and codebook_wgmma
+included; only compiling and the driver are pretended. "Launching" multiplies by what the weight decodes to, with what
+the launch says of x; codebook_wgmma's image of x is x.
 """
 
 from __future__ import annotations
@@ -17,19 +18,21 @@ from torch import Tensor
 
 from halfbyte import ops
 from halfbyte.formats import PackedWeight
-from halfbyte.kernels import codebook, codebook_mma, launch, nvrtc, shortcut
+from halfbyte.kernels import codebook, codebook_mma, codebook_wgmma, launch, nvrtc, shortcut
 from halfbyte.kernels.launch import Launcher
 
 NAME = b"dlpack_exchange_api"  # of the capsule; kept, as the capsule does not copy it
-DTYPES = list(codebook.X_TYPES)  # the pretended kernel for x of the i-th is i + 1
+DTYPES = list(codebook.X_TYPES)
+KERNELS = {codebook_mma.STEM: 1, codebook_wgmma.STEM: 2, codebook_wgmma.IMAGE_STEM: 3}  # number: 8 * this + x's dtype
 
 
 class PretendedGpu:
-    """One device, one stream at a time. `launches` holds what was launched; `errors` what the driver returns next."""
+    """One device, one stream at a time. `launches`, `images`: what was launched. `errors`: next results, last first."""
 
     def __init__(self) -> None:
         self.weights: dict[tuple[int, int, int], PackedWeight] = {}  # by addresses of codes and scales, and N
         self.launches: list[SimpleNamespace] = []
+        self.images: list[SimpleNamespace] = []
         self.errors: list[int] = []
         self.table: object = None
         self.current_device, self.stream, self.capturing = 0, 0, False
@@ -45,22 +48,33 @@ class PretendedGpu:
         return 0
 
     def _launch(self, config: int, function: int, parameters: int, extra: int) -> int:
-        if self.errors:
-            return self.errors.pop()
+        if self.errors and (error := self.errors.pop()):
+            return error
         pointers = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))
+        kernel, dtype = function // 8, DTYPES[function % 8]
+        launched = launch._Config.from_address(config)
+        note = SimpleNamespace(early=bool(launched.count), stream=launched.stream or 0, blocks=launched.grid[0])
+        if kernel == 3:
+            call = codebook_wgmma._Problem.from_address(pointers[0] or 0)
+            _matrix(call.out, call.m, call.k, call.k, dtype).copy_(
+                _matrix(call.x, call.m, call.k, call.x_stride, dtype)
+            )
+            self.images.append(note)
+            return 0
         scales = codebook.Scales.from_address(pointers[2] or 0)
-        call = codebook_mma._Problem.from_address(pointers[3] or 0)
-        weight = self.weights[call.codes, scales.values, call.n]
-        dtype = DTYPES[function - 1]
-        x = _matrix(call.x, call.m, call.k, call.x_stride, dtype)
+        if kernel == 2:
+            call = codebook_wgmma._Problem.from_address(pointers[3] or 0)
+            weight, stride = self.weights[0, scales.values, call.n], call.k
+        else:
+            call = codebook_mma._Problem.from_address(pointers[3] or 0)
+            weight, stride = self.weights[call.codes, scales.values, call.n], call.x_stride
+        x = _matrix(call.x, call.m, call.k, stride, dtype)
         y = x.double() @ weight.dequantize(torch.float64).t()
         if call.bias:
             y += _matrix(call.bias, 1, call.n, call.n, torch.float32 if call.bias_is_fp32 else dtype).double()
         _matrix(call.out, call.m, call.n, call.n, dtype).copy_(y)
-        launched = launch._Config.from_address(config)
-        self.launches.append(
-            SimpleNamespace(m=call.m, early=bool(launched.count), stream=launched.stream or 0, blocks=launched.grid[0])
-        )
+        note.m = call.m
+        self.launches.append(note)
         return 0
 
     def _device(self, out: Any) -> int:
@@ -88,7 +102,7 @@ def use(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codebook_mma, "reason_against", lambda problem: None)
     monkeypatch.setattr(codebook, "device_of", lambda index: ("sm_90a", 132))
     monkeypatch.setattr(codebook, "tensor_map", lambda *arguments: codebook.TensorMap())
-    monkeypatch.setattr(nvrtc, "load", lambda stem, arch, macros, *rest: 1 + macros["X_TYPE"])
+    monkeypatch.setattr(nvrtc, "load", lambda stem, arch, macros, *rest: 8 * KERNELS[stem] + macros["X_TYPE"])
     monkeypatch.setattr(nvrtc, "function", lambda kernel: kernel)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: gpu.stream, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.capturing)
@@ -101,6 +115,13 @@ def use(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
         return made
 
     monkeypatch.setattr(codebook_mma, "_arguments", arguments)
+    bound = codebook_wgmma.launch
+
+    def launch_wgmma(weight: PackedWeight, *rest: Any) -> launch.Launch:
+        gpu.weights[0, codebook.scales_of(weight).values, weight.shape[0]] = weight
+        return bound(weight, *rest)
+
+    monkeypatch.setattr(codebook_wgmma, "launch", launch_wgmma)
 
 
 class _Exchange(ctypes.Structure):

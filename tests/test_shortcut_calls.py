@@ -7,15 +7,19 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
 
 from halfbyte import ops, reference
 from halfbyte.counters import counts
 from halfbyte.formats import PackedWeight, quantize
+from halfbyte.kernels import kernels
 from halfbyte.nn import QuantLinear
 from pretended_gpu import PretendedGpu, connect, use
 
@@ -38,8 +42,14 @@ class Shortcut:
         self.module, self.in_python = module, 0
 
 
-@pytest.fixture
-def short(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shortcut]:
+def behind_the_dispatcher() -> AbstractContextManager[object]:
+    """Nothing is negated here, so this changes no result; but it is not as in a thread where nothing is switched on."""
+    guard: AbstractContextManager[object] = torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(DispatchKey.Negative))
+    return guard
+
+
+@pytest.fixture(params=[nullcontext, behind_the_dispatcher])
+def short(request: pytest.FixtureRequest, gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shortcut]:
     long = ops.linear_on_tensors
 
     def counted(*arguments: Any) -> Tensor:
@@ -52,7 +62,8 @@ def short(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shortc
         pytest.skip("not built or not possible here: halfbyte.kernels._shortcut")
     library = torch.library.Library("halfbyte", "IMPL")  # type: ignore[no-untyped-call]
     library.impl("linear", short.module.linear, "CPU")
-    yield short
+    with request.param():
+        yield short
     library._destroy()
     ops._kernel.cache_clear()
 
@@ -89,6 +100,48 @@ def test_repeated_calls_are_right_and_do_not_reach_python(short: Shortcut, key: 
         x = rand(m, K, dtype=dtype, seed=m)
         for bias in (None, rand(N, dtype=dtype, seed=9), rand(N, dtype=torch.float32, seed=9)):
             twice(short, lambda: call(x, weight, bias), reference.linear(x, weight, bias))  # noqa: B023
+
+
+@pytest.fixture
+def by_wgmma(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel that takes two launches, also for layers as small as these."""
+    chosen = next(kernel for kernel in kernels() if kernel.name == "codebook_wgmma")
+    monkeypatch.setattr(ops, "plan", lambda problem: SimpleNamespace(kernel=chosen))
+
+
+@pytest.mark.usefixtures("by_wgmma")
+@pytest.mark.parametrize("key", ["nf4-64", "nf4-64-nested", "fp4-128"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_two_launches(short: Shortcut, gpu: PretendedGpu, key: str, dtype: torch.dtype) -> None:
+    """Of more rows of x: a kernel that lays them out for the one that multiplies."""
+    weight = make(key)
+    counts.reset()
+    for m in (9, 16, 17, 32):
+        x = rand(m, K, dtype=dtype, seed=m)
+        for bias in (None, rand(N, dtype=torch.float32, seed=9)):
+            twice(short, lambda: call(x, weight, bias), reference.linear(x, weight, bias))  # noqa: B023
+    assert counts.totals()[0] == {"linear": {"codebook_wgmma": {"9-64": 16}}}
+    assert len(gpu.images) == len(gpu.launches) == 16
+    assert all(image.early for image in gpu.images), "it reads nothing that is written right before, but x, and waits"
+    assert [launch.early for launch in gpu.launches] == [False] * 2 + [True] * 14
+    wide = rand(9, K + 8, dtype=dtype)[:, :K]
+    twice(short, lambda: call(wide, weight), reference.linear(wide.contiguous(), weight))
+
+
+@pytest.mark.usefixtures("by_wgmma")
+def test_two_launches_on_odd_addresses_and_with_errors(short: Shortcut, gpu: PretendedGpu) -> None:
+    weight, x = make(), rand(16, K)
+    call(x, weight)
+    shifted = torch.cat([x.new_zeros(1), x.reshape(-1)])[1:].view(x.shape)
+    before = short.in_python
+    reference.assert_within_contract(call(shifted, weight), reference.linear(x, weight))
+    assert short.in_python == before + 1
+    for errors in ([1], [1, 0]):  # of the first, and of the second launch; the last is the next
+        gpu.errors = list(errors)
+        with pytest.raises(RuntimeError, match=r"codebook_wgmma Config.*launch failed with CUDA_ERROR_INVALID_VALUE"):
+            call(x, weight)
+        assert gpu.errors == []
+    twice(short, lambda: call(x, weight), reference.linear(x, weight))
 
 
 @pytest.mark.parametrize("shape", [(K,), (1, 1, K), (2, 3, K), (5, K)])

@@ -40,6 +40,7 @@ _library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 linear_op = torch.ops.halfbyte.linear.default
+shortcut.lead(linear_op)
 linear_grad_op = torch.ops.halfbyte.linear_grad.default
 
 

@@ -1,12 +1,14 @@
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, dtype
 
 def connect(
     exchange: object,
     linear: Callable[..., Tensor],
     empty_strided: Callable[..., Tensor],
+    uint8: dtype,
+    record_bytes: int,
     launch: int,
     context_device: int,
     is_capturing: int,
@@ -17,3 +19,14 @@ def publish(weight: object, /) -> None: ...
 def remember(weight: object, x: Tensor, m: int, record: int, owner: Any, counter: int, /) -> None: ...
 def multiply(weight: object, x: Tensor, bias: Tensor | None, /) -> Tensor | None: ...
 def linear(x: Tensor, parts: list[Tensor], bias: Tensor | None, format: str, n: int, k: int, /) -> Tensor: ...
+def keys() -> bytes | None: ...
+def lead(
+    operator: Callable[..., Tensor],
+    keys: tuple[bytes, ...],
+    watching: tuple[Callable[[], bool], ...],
+    types: tuple[type, ...],
+    grad_enabled: Callable[[], bool],
+    is_negated: Callable[[Tensor], bool],
+    /,
+) -> None: ...
+def operate(*arguments: Any, **named: Any) -> Tensor: ...

@@ -50,6 +50,8 @@ class Record(ctypes.Structure):
         ("config", _Config),
         ("function", ctypes.c_void_p),
         ("parameters", ctypes.c_void_p),
+        ("image", ctypes.c_void_p),
+        ("image_bytes", ctypes.c_longlong),
         ("count", ctypes.c_int),
         ("call_bytes", ctypes.c_int),
         ("alignment", ctypes.c_int),
@@ -96,9 +98,18 @@ class Launch:
         offsets = (getattr(type(self._call), name).offset for name in CALL_FIELDS)
         pointers, count = ctypes.addressof(self._pointers), len(arguments)
         self.record = Record(
-            config, nvrtc.function(kernel), pointers, count, ctypes.sizeof(self._call), alignment, *offsets
+            config, nvrtc.function(kernel), pointers, None, 0, count, ctypes.sizeof(self._call), alignment, *offsets
         )
         self._early = early
+        self._image: Launch | None = None
+
+    def reads_image(self, image: Launch, size: int) -> None:
+        """Say that x is not read by this kernel but by that of `image`, which writes `size` bytes for this one.
+
+        For `shortcut`, which then launches both; `__call__` takes the image in x's place.
+        """
+        self._image = image  # its record stays where it is
+        self.record.image_bytes, self.record.image = size, ctypes.addressof(image.record)
 
     def __call__(
         self,

@@ -74,7 +74,8 @@ class Kernel:
 
     supports: the reason why it cannot serve a problem, or None where it can. cost: predicted seconds of a call.
     run: writes `out`; its inputs are already validated. describe: its configuration for a problem, in words. launch:
-    for a CUDA kernel, the one launch with which `run` serves m rows of x at aligned addresses; None where it does not.
+    for a CUDA kernel, the launch (with one before it that lays x out, if it needs that) with which `run` serves m rows
+    of x at aligned addresses; None where one does not do.
     run_adapters: `run` with adapters, where the kernel folds them in; rows without an adapter have the bits of `run`.
     configurations: for a kernel that can be tuned, the legal ones for a problem, the best predicted first, which it
     takes by itself. Such a kernel's run, describe, launch and run_adapters also take the keyword `settings`.

@@ -7,6 +7,10 @@
 // DLPack exchange table of torch.Tensor, the driver's functions come as addresses, and of Python's C interface only the
 // part that is stable is used, so that one file serves every Python and every torch that has such a table.
 //
+// A call gets here twice: in front of the dispatcher (`operate`), which converts each argument on its way in and once
+// more on its way to a function of Python; and behind it (`linear`). In front it is served only where the dispatcher
+// would do nothing but go straight on to `linear`: see `unobserved` and `ordinary`.
+//
 // All state is read and written under the interpreter's lock, which is let go while the driver launches.
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030A0000
@@ -16,6 +20,10 @@
 #include <cstring>
 #include <unordered_map>
 #include <vector>
+
+#if defined(__linux__)
+#include <dlfcn.h>
+#endif
 
 namespace {
 
@@ -70,6 +78,8 @@ struct Launch {  // launch.Record
   LaunchConfig config;
   void* function;
   void** parameters;  // addresses of the kernel's arguments; the last is a struct that holds what a call brings
+  const Launch* image;  // of another kernel, which lays x out for this one; or null
+  int64_t image_bytes;  // that it writes
   int32_t count, call_bytes;
   int32_t alignment;  // bytes that the address of x and its rows are multiples of
   int32_t x, bias, out, x_stride, m, bias_is_fp32;  // where in that struct
@@ -81,6 +91,7 @@ struct Call {
   const Launch* launch;
   PyObject* owner;  // keeps `launch`, and raises for it
   PyObject* torch_dtype;
+  PyObject *sizes, *strides;  // of the output for x [m, k]
   int64_t* counter;
 };
 
@@ -88,6 +99,7 @@ struct Part {
   void* data;
   DLDataType dtype;
   std::vector<int64_t> shape;
+  PyObject* plain;  // a weak reference to the tensor that was last found to be an ordinary one; or null
 };
 
 struct Weight {
@@ -106,7 +118,7 @@ constexpr const char* CAPSULE = "halfbyte.weight";
 auto& published = *new std::unordered_map<void*, Weight*>;
 
 const DLExchange* exchange = nullptr;
-PyObject *in_python = nullptr, *allocate = nullptr;
+PyObject *in_python = nullptr, *allocate = nullptr, *uint8 = nullptr;
 LaunchKernel launch_kernel = nullptr;
 ContextDevice context_device = nullptr;
 StreamIsCapturing stream_is_capturing = nullptr;
@@ -121,19 +133,37 @@ bool read(PyObject* object, DLTensor* out) {
   return out->strides != nullptr || out->ndim == 0;
 }
 
-// A new tensor of x's shape but n columns, on the current device; null with an exception set where there is no memory.
-PyObject* empty(const DLTensor& x, int64_t n, PyObject* torch_dtype) {
-  PyObject *sizes = PyTuple_New(x.ndim), *strides = PyTuple_New(x.ndim), *result = nullptr;
-  if (sizes != nullptr && strides != nullptr) {
-    int64_t stride = 1;
-    for (int i = x.ndim - 1; i >= 0; --i) {
-      const int64_t size = i == x.ndim - 1 ? n : x.shape[i];
-      PyTuple_SetItem(sizes, i, PyLong_FromLongLong(size));
-      PyTuple_SetItem(strides, i, PyLong_FromLongLong(stride));
-      stride *= size;
-    }
-    result = PyObject_CallFunctionObjArgs(allocate, sizes, strides, torch_dtype, nullptr);
+// Sizes and strides of a contiguous tensor of a shape whose last is n. False with an exception set.
+bool layout(const int64_t* shape, int ndim, int64_t n, PyObject** sizes, PyObject** strides) {
+  *sizes = PyTuple_New(ndim);
+  *strides = PyTuple_New(ndim);
+  if (*sizes == nullptr || *strides == nullptr) return false;
+  int64_t stride = 1;
+  for (int i = ndim - 1; i >= 0; --i) {
+    const int64_t size = i == ndim - 1 ? n : shape[i];
+    PyTuple_SetItem(*sizes, i, PyLong_FromLongLong(size));
+    PyTuple_SetItem(*strides, i, PyLong_FromLongLong(stride));
+    stride *= size;
   }
+  return true;
+}
+
+// A new tensor of x's shape but n columns, on the current device; null with an exception set where there is no memory.
+PyObject* empty(const DLTensor& x, int64_t n, const Call& call) {
+  if (x.ndim == 2) return PyObject_CallFunctionObjArgs(allocate, call.sizes, call.strides, call.torch_dtype, nullptr);
+  PyObject *sizes = nullptr, *strides = nullptr, *result = nullptr;
+  if (layout(x.shape, x.ndim, n, &sizes, &strides))
+    result = PyObject_CallFunctionObjArgs(allocate, sizes, strides, call.torch_dtype, nullptr);
+  Py_XDECREF(sizes);
+  Py_XDECREF(strides);
+  return result;
+}
+
+// Memory for so many bytes, as `empty`.
+PyObject* bytes(int64_t count) {
+  PyObject *sizes = nullptr, *strides = nullptr, *result = nullptr;
+  if (layout(nullptr, 1, count, &sizes, &strides))
+    result = PyObject_CallFunctionObjArgs(allocate, sizes, strides, uint8, nullptr);
   Py_XDECREF(sizes);
   Py_XDECREF(strides);
   return result;
@@ -196,9 +226,36 @@ bool settled(Weight* weight, void* stream) {
   return false;
 }
 
+// What a call brings to a kernel; see launch.set_call.
+struct Operands {
+  void *x, *bias, *out;
+  int64_t stride;
+  int32_t m, bias_is_fp32;
+};
+
+// Returns what the driver does. Needs no lock: its arguments are its own.
+int start(const Launch& launch, const Operands& operands, void* stream, bool early) {
+  alignas(16) char values[MAX_CALL_BYTES];
+  void* parameters[MAX_PARAMETERS];
+  std::memcpy(parameters, launch.parameters, launch.count * sizeof(void*));
+  std::memcpy(values, parameters[launch.count - 1], launch.call_bytes);
+  parameters[launch.count - 1] = values;
+  const auto set = [&values](int32_t at, auto value) { std::memcpy(values + at, &value, sizeof value); };
+  set(launch.x, operands.x);
+  set(launch.bias, operands.bias);
+  set(launch.out, operands.out);
+  set(launch.x_stride, operands.stride);
+  set(launch.m, operands.m);
+  set(launch.bias_is_fp32, operands.bias_is_fp32);
+  LaunchConfig config = launch.config;
+  config.stream = stream;
+  config.count = early && config.attributes != nullptr ? 1 : 0;
+  return launch_kernel(&config, launch.function, parameters, nullptr);
+}
+
 // out = x times the weight, plus bias. Null with an exception set, or null without one where Python must see to it.
 PyObject* multiply_known(Weight* weight, PyObject* x_object, PyObject* bias_object, bool counted) {
-  DLTensor x, bias, out;
+  DLTensor x, bias, out, image;
   int64_t m, stride;
   if (!read(x_object, &x) || !(x.device == weight->device) || !as_rows(x, weight->k, &m, &stride)) return nullptr;
   const Call* found = nullptr;
@@ -207,8 +264,9 @@ PyObject* multiply_known(Weight* weight, PyObject* x_object, PyObject* bias_obje
   if (found == nullptr) return nullptr;
   const Call call = *found;  // the list may grow while the lock is let go
   const Launch& launch = *call.launch;
+  const Launch& first = launch.image != nullptr ? *launch.image : launch;
   const uint64_t row_bytes = m > 1 ? stride * (x.dtype.bits / 8) : 0;
-  if ((reinterpret_cast<uint64_t>(x.data) | row_bytes) % launch.alignment) return nullptr;
+  if ((reinterpret_cast<uint64_t>(x.data) | row_bytes) % first.alignment) return nullptr;
   const bool biased = bias_object != Py_None;
   if (biased && (!read(bias_object, &bias) || !(bias.device == weight->device) || bias.ndim != 1 ||
                  bias.shape[0] != weight->n || !contiguous(bias) || !(bias.dtype == x.dtype || bias.dtype == FP32)))
@@ -223,31 +281,27 @@ PyObject* multiply_known(Weight* weight, PyObject* x_object, PyObject* bias_obje
 
   PyObject* held = weight->capsule;  // or another thread could end the weight while the lock is let go
   Py_INCREF(held);
-  PyObject* result = empty(x, weight->n, call.torch_dtype);
+  PyObject *image_object = nullptr, *result = nullptr;
+  if (launch.image != nullptr) image_object = bytes(launch.image_bytes);
+  if (launch.image == nullptr || (image_object != nullptr && read(image_object, &image)))
+    result = empty(x, weight->n, call);
   if (result == nullptr || !read(result, &out)) {
+    Py_XDECREF(image_object);
     Py_XDECREF(result);
     Py_DECREF(held);
     return nullptr;
   }
 
-  alignas(16) char values[MAX_CALL_BYTES];
-  void* parameters[MAX_PARAMETERS];
-  std::memcpy(parameters, launch.parameters, launch.count * sizeof(void*));
-  std::memcpy(values, parameters[launch.count - 1], launch.call_bytes);
-  parameters[launch.count - 1] = values;
-  const auto set = [&values](int32_t at, auto value) { std::memcpy(values + at, &value, sizeof value); };
-  set(launch.x, x.data);
-  set(launch.bias, biased ? bias.data : nullptr);
-  set(launch.out, out.data);
-  set(launch.x_stride, stride);
-  set(launch.m, static_cast<int32_t>(m));
-  set(launch.bias_is_fp32, static_cast<int32_t>(biased && bias.dtype == FP32));
-  LaunchConfig config = launch.config;
-  config.stream = stream;
-  config.count = config.attributes != nullptr && settled(weight, stream) ? 1 : 0;
-
+  const int32_t rows = static_cast<int32_t>(m);
+  Operands operands = {x.data, biased ? bias.data : nullptr, out.data, stride, rows, biased && bias.dtype == FP32};
+  const bool early = launch.config.attributes != nullptr && settled(weight, stream);
   PyThreadState* state = PyEval_SaveThread();
-  const int error = launch_kernel(&config, launch.function, parameters, nullptr);
+  int error = 0;
+  if (launch.image != nullptr) {
+    error = start(*launch.image, {x.data, nullptr, image.data, stride, rows, 0}, stream, true);
+    operands.x = image.data;
+  }
+  if (error == 0) error = start(launch, operands, stream, early);
   PyEval_RestoreThread(state);
   if (error == 0) {
     if (counted) ++*call.counter;
@@ -256,6 +310,7 @@ PyObject* multiply_known(Weight* weight, PyObject* x_object, PyObject* bias_obje
     result = nullptr;
     Py_XDECREF(PyObject_CallMethod(call.owner, "failed", "i", error));  // raises
   }
+  Py_XDECREF(image_object);  // the allocator gives its memory to later work on this stream only
   Py_DECREF(held);
   return result;
 }
@@ -273,7 +328,10 @@ void end_weight(PyObject* capsule) {
   for (const Call& call : weight->calls) {
     Py_DECREF(call.owner);
     Py_DECREF(call.torch_dtype);
+    Py_DECREF(call.sizes);
+    Py_DECREF(call.strides);
   }
+  for (const Part& part : weight->parts) Py_XDECREF(part.plain);
   delete weight;
 }
 
@@ -282,11 +340,24 @@ PyObject* refuse_count(const char* name) {
   return nullptr;
 }
 
+void take(PyObject** place, PyObject* object) {
+  Py_INCREF(object);
+  PyObject* before = *place;
+  *place = object;
+  Py_XDECREF(before);
+}
+
 PyObject* connect(PyObject*, PyObject* arguments) {
-  PyObject *capsule, *function, *allocator;
+  PyObject *capsule, *function, *allocator, *byte;
   unsigned long long launch, device, capturing;
-  if (!PyArg_ParseTuple(arguments, "OOOKKK", &capsule, &function, &allocator, &launch, &device, &capturing))
+  Py_ssize_t record_bytes;
+  if (!PyArg_ParseTuple(arguments, "OOOOnKKK", &capsule, &function, &allocator, &byte, &record_bytes, &launch, &device,
+                        &capturing))
     return nullptr;
+  if (record_bytes != static_cast<Py_ssize_t>(sizeof(Launch))) {
+    PyErr_SetString(PyExc_ImportError, "_shortcut was built for another launch.Record");
+    return nullptr;
+  }
   auto* table = static_cast<const DLExchange*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
   if (table == nullptr) return nullptr;
   if (table->version.major != DLPACK_MAJOR || table->read == nullptr || table->current_stream == nullptr) {
@@ -294,12 +365,9 @@ PyObject* connect(PyObject*, PyObject* arguments) {
     return nullptr;
   }
   exchange = table;
-  Py_INCREF(function);
-  Py_XDECREF(in_python);
-  in_python = function;
-  Py_INCREF(allocator);
-  Py_XDECREF(allocate);
-  allocate = allocator;
+  take(&in_python, function);
+  take(&allocate, allocator);
+  take(&uint8, byte);
   launch_kernel = reinterpret_cast<LaunchKernel>(launch);
   context_device = reinterpret_cast<ContextDevice>(device);
   stream_is_capturing = reinterpret_cast<StreamIsCapturing>(capturing);
@@ -322,7 +390,7 @@ PyObject* make_weight(PyObject*, PyObject* arguments) {
       return nullptr;
     }
     weight->device = tensor.device;
-    weight->parts.push_back({tensor.data, tensor.dtype, {tensor.shape, tensor.shape + tensor.ndim}});
+    weight->parts.push_back({tensor.data, tensor.dtype, {tensor.shape, tensor.shape + tensor.ndim}, nullptr});
   }
   weight->versions.assign(count, -1);
   Py_INCREF(views);
@@ -340,6 +408,8 @@ PyObject* publish(PyObject*, PyObject* capsule) {
   Py_RETURN_NONE;
 }
 
+bool fits(const Launch& launch) { return launch.count <= MAX_PARAMETERS && launch.call_bytes <= MAX_CALL_BYTES; }
+
 PyObject* remember(PyObject*, PyObject* arguments) {
   PyObject *capsule, *x_object, *owner;
   long long m;
@@ -349,14 +419,21 @@ PyObject* remember(PyObject*, PyObject* arguments) {
   if (weight == nullptr) return nullptr;
   const auto* known = reinterpret_cast<const Launch*>(launch);
   DLTensor x;
-  if (!read(x_object, &x) || known->count > MAX_PARAMETERS || known->call_bytes > MAX_CALL_BYTES) {
+  if (!read(x_object, &x) || !fits(*known) || (known->image != nullptr && !fits(*known->image))) {
     PyErr_SetString(PyExc_ValueError, "remember: x is no tensor, or the kernel takes too many arguments");
     return nullptr;
   }
   PyObject* torch_dtype = PyObject_GetAttrString(x_object, "dtype");
-  if (torch_dtype == nullptr) return nullptr;
+  PyObject *sizes = nullptr, *strides = nullptr;
+  const int64_t rows = m;  // an output is [rows, n]
+  if (torch_dtype == nullptr || !layout(&rows, 2, weight->n, &sizes, &strides)) {
+    Py_XDECREF(torch_dtype);
+    Py_XDECREF(sizes);
+    Py_XDECREF(strides);
+    return nullptr;
+  }
   Py_INCREF(owner);
-  weight->calls.push_back({x.dtype, m, known, owner, torch_dtype, reinterpret_cast<int64_t*>(counter)});
+  weight->calls.push_back({x.dtype, m, known, owner, torch_dtype, sizes, strides, reinterpret_cast<int64_t*>(counter)});
   Py_RETURN_NONE;
 }
 
@@ -398,17 +475,164 @@ PyObject* linear(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
                                       arguments[5], nullptr);
 }
 
+// ---- in front of the dispatcher
+
+// Two words of libc10 for each thread: the keys that its dispatcher adds to those of a call's tensors, and leaves out.
+// Modes, autocast, tracing, functional transforms and lowered operators are such keys. They are compared, not understood.
+struct Keys {
+  uint64_t words[2];
+  bool operator==(const Keys& other) const { return words[0] == other.words[0] && words[1] == other.words[1]; }
+};
+
+// This thread's; null where they cannot be found.
+const Keys* thread_keys() {
+#if defined(__linux__)
+  static thread_local const Keys* found = nullptr;
+  if (found == nullptr) {
+    static void* c10 = dlopen("libc10.so", RTLD_LAZY | RTLD_NOLOAD);
+    if (c10 != nullptr) found = static_cast<const Keys*>(dlsym(c10, "_ZN3c104impl26raw_local_dispatch_key_setE"));
+  }
+  return found;
+#else
+  return nullptr;
+#endif
+}
+
+PyObject *dispatched = nullptr;  // the operator
+std::vector<Keys> straight;      // keys with which the dispatcher goes straight on to `linear`
+std::vector<PyObject*> watching;  // functions that say whether something else wants to see calls
+std::vector<PyObject*> types;    // of ordinary tensors
+PyObject *grad_enabled = nullptr, *is_neg = nullptr, *name_requires_grad = nullptr;
+
+// Whether something is true; what cannot be asked is.
+bool is_true(PyObject* answer) {
+  const bool result = answer != Py_False;
+  Py_XDECREF(answer);
+  if (answer == nullptr) PyErr_Clear();
+  return result;
+}
+
+// Whether neither the dispatcher nor Python's modes nor a profiler would do anything with a call of ordinary tensors.
+bool unobserved() {
+  const Keys* keys = thread_keys();
+  bool known = false;
+  if (keys != nullptr)
+    for (const Keys& each : straight) known |= *keys == each;
+  if (!known) return false;
+  for (PyObject* watches : watching)
+    if (is_true(PyObject_CallNoArgs(watches))) return false;
+  return true;
+}
+
+// Whether no subclass has a say in what is done with a tensor, and it holds its values as they are.
+bool ordinary(PyObject* tensor) {
+  bool known = false;
+  for (PyObject* type : types) known |= reinterpret_cast<PyObject*>(Py_TYPE(tensor)) == type;
+  return known && !is_true(PyObject_CallFunctionObjArgs(is_neg, tensor, nullptr));
+}
+
+// `ordinary` for the tensors of a weight, remembered as long as they are the same objects.
+bool ordinary_parts(Weight* weight, PyObject* parts) {
+  for (size_t i = 0; i < weight->parts.size(); ++i) {
+    PyObject *&known = weight->parts[i].plain, *tensor = PyList_GetItem(parts, i);
+    if (known != nullptr && PyWeakref_GetObject(known) == tensor) continue;
+    if (tensor == nullptr || !ordinary(tensor)) return false;
+    PyObject *before = known, *now = PyWeakref_NewRef(tensor, nullptr);
+    if (now == nullptr) {
+      PyErr_Clear();
+      return false;
+    }
+    known = now;
+    Py_XDECREF(before);
+  }
+  return true;
+}
+
+bool learns(PyObject* tensor) { return tensor != Py_None && is_true(PyObject_GetAttr(tensor, name_requires_grad)); }
+
+PyObject* operate(PyObject*, PyObject* const* arguments, Py_ssize_t count, PyObject* names) {
+  if (count == 6 && names == nullptr && !published.empty() && unobserved()) {
+    PyObject *x = arguments[0], *parts = arguments[1], *bias = arguments[2];
+    if (ordinary(x) && (bias == Py_None || ordinary(bias)) &&
+        !(is_true(PyObject_CallNoArgs(grad_enabled)) && (learns(x) || learns(bias)))) {
+      if (Weight* weight = find(parts, arguments[3], arguments[4], arguments[5])) {
+        PyObject *held = weight->capsule, *result = nullptr;
+        Py_INCREF(held);
+        if (ordinary_parts(weight, parts)) result = multiply_known(weight, x, bias, true);
+        Py_DECREF(held);
+        if (result != nullptr || PyErr_Occurred()) return result;
+      }
+    }
+  }
+  PyObject *positional = PyTuple_New(count), *named = nullptr, *result = nullptr;
+  const Py_ssize_t more = names == nullptr ? 0 : PyTuple_Size(names);
+  if (positional != nullptr && more != 0) named = PyDict_New();
+  if (positional != nullptr && (more == 0 || named != nullptr)) {
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      Py_INCREF(arguments[i]);
+      PyTuple_SetItem(positional, i, arguments[i]);
+    }
+    bool set = true;
+    for (Py_ssize_t i = 0; i < more; ++i)
+      set &= PyDict_SetItem(named, PyTuple_GetItem(names, i), arguments[count + i]) == 0;
+    if (set) result = PyObject_Call(dispatched, positional, named);
+  }
+  Py_XDECREF(positional);
+  Py_XDECREF(named);
+  return result;
+}
+
+PyObject* keys(PyObject*, PyObject*) {
+  const Keys* found = thread_keys();
+  if (found == nullptr) Py_RETURN_NONE;
+  return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(found), sizeof(Keys));
+}
+
+PyObject* lead(PyObject*, PyObject* arguments) {
+  PyObject *operation, *key_sets, *functions, *classes, *grad, *neg;
+  if (!PyArg_ParseTuple(arguments, "OO!O!O!OO", &operation, &PyTuple_Type, &key_sets, &PyTuple_Type, &functions,
+                        &PyTuple_Type, &classes, &grad, &neg))
+    return nullptr;
+  straight.clear();
+  for (Py_ssize_t i = 0; i < PyTuple_Size(key_sets); ++i) {
+    const char* words = PyBytes_AsString(PyTuple_GetItem(key_sets, i));
+    if (words == nullptr || PyBytes_Size(PyTuple_GetItem(key_sets, i)) != sizeof(Keys)) return refuse_count("lead");
+    straight.emplace_back();
+    std::memcpy(&straight.back(), words, sizeof(Keys));
+  }
+  const auto fill = [](std::vector<PyObject*>& list, PyObject* objects) {  // what was there stays alive: seldom, little
+    list.clear();
+    for (Py_ssize_t i = 0; i < PyTuple_Size(objects); ++i) {
+      list.push_back(PyTuple_GetItem(objects, i));
+      Py_INCREF(list.back());
+    }
+  };
+  fill(watching, functions);
+  fill(types, classes);
+  take(&dispatched, operation);
+  take(&grad_enabled, grad);
+  take(&is_neg, neg);
+  Py_RETURN_NONE;
+}
+
 PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
 
+PyCFunction fast_with_names(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t, PyObject*)) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
 PyMethodDef methods[] = {
-    {"connect", connect, METH_VARARGS, "connect(exchange table, linear in Python, allocator, three functions of the driver)"},
+    {"connect", connect, METH_VARARGS, "connect(exchange table, linear in Python, allocator, torch.uint8, size of launch.Record, three functions of the driver)"},
     {"weight", make_weight, METH_VARARGS, "weight(views of its parts, format key, n, k): a handle"},
     {"publish", publish, METH_O, "publish(handle): let `linear` find it by the address of its codes"},
     {"remember", remember, METH_VARARGS, "remember(handle, x, m, address of a launch.Record, its owner, counter)"},
     {"multiply", fast(multiply), METH_FASTCALL, "multiply(handle, x, bias): the product, or None if not remembered"},
     {"linear", fast(linear), METH_FASTCALL, "linear(x, parts, bias, format key, n, k): the operator on a GPU"},
+    {"keys", keys, METH_NOARGS, "keys(): what this thread adds to and leaves out of a dispatch, 16 bytes; None if unknown"},
+    {"lead", lead, METH_VARARGS, "lead(operator, keys, watching functions, types, grad enabled, is negated): for `operate`"},
+    {"operate", fast_with_names(operate), METH_FASTCALL | METH_KEYWORDS, "the operator, in front of the dispatcher"},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "_shortcut", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
@@ -417,5 +641,6 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "_shortcut", nullptr, -1, methods, 
 
 PyMODINIT_FUNC PyInit__shortcut() {
   name_version = PyUnicode_InternFromString("_version");
+  name_requires_grad = PyUnicode_InternFromString("requires_grad");
   return PyModule_Create(&module);
 }

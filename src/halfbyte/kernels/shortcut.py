@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKey
 
 from . import launch
 
@@ -29,10 +31,51 @@ def connect(linear: Callable[..., Tensor], device: str = "cuda") -> Any | None:
 
         library = launch.driver()
         functions = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in DRIVER_FUNCTIONS]
-        _shortcut.connect(exchange, linear, _allocator(device), *functions)
-    except (ImportError, OSError, AttributeError):
+        _shortcut.connect(exchange, linear, _allocator(device), torch.uint8, ctypes.sizeof(launch.Record), *functions)
+    except (ImportError, OSError, AttributeError, TypeError):  # the last: built from another commit's source
         return None
     return _shortcut
+
+
+def lead(operator: Any) -> None:
+    """Have calls of `halfbyte::linear`'s OpOverload come to `_shortcut` before they go to the dispatcher.
+
+    Those that were seen before and that the dispatcher would pass straight on to a kernel are served there; that is how
+    it is in a thread where nothing is switched on, inside inference mode or outside. All others go on as they would.
+    To be called before anything keeps the operator in a dict: its hash changes. Does nothing where torch does not show
+    what is switched on.
+    """
+    try:
+        from . import _shortcut
+
+        keys: Callable[[], bytes | None] = _shortcut.keys
+    except (ImportError, AttributeError):
+        return
+    seen: list[list[bytes | None]] = []
+    thread = Thread(target=lambda: seen.append(_key_sets(keys)))  # what is switched on belongs to a thread
+    thread.start()
+    thread.join()
+    plain, inference, *others = seen[0] if seen else [None, None]
+    if plain is None or inference is None or plain in others or inference in others or "_op" not in vars(operator):
+        return
+    watching = (torch._C._is_torch_function_mode_enabled, torch.autograd._profiler_enabled)  # type: ignore[attr-defined]
+    types = (Tensor, torch.nn.Parameter)
+    _shortcut.lead(operator._op, (plain, inference), watching, types, torch.is_grad_enabled, Tensor.is_neg)
+    operator._op = _shortcut.operate
+
+
+def _key_sets(keys: Callable[[], bytes | None]) -> list[bytes | None]:
+    """What `keys` says in a fresh thread: as it is, in inference mode, and in modes, transforms and autocast."""
+    found = [keys()]
+    with torch.inference_mode():
+        found.append(keys())
+    for key in (DispatchKey.Python, DispatchKey.FuncTorchDynamicLayerFrontMode, DispatchKey.Functionalize):
+        with torch._C._IncludeDispatchKeyGuard(key):
+            found.append(keys())
+    torch.set_autocast_enabled("cuda", True)
+    found.append(keys())
+    torch.set_autocast_enabled("cuda", False)
+    return found
 
 
 def _allocator(device: str) -> Callable[..., Tensor]:
