@@ -1,17 +1,17 @@
 """Decode speed of vLLM's engine, plain and with halfbyte: several engines on one GPU, asked in turn, noise included.
 
 usage: python benchmarks/engine.py make DIR [--layers 8] [--adapters 8] [--rank 16]
-       python benchmarks/engine.py run DIR --out rows.jsonl [--adapters 0,8] [--users 1,16,32,64] [--tokens 128]
-                                   [--rounds 1] [--profile 16] [--boot 400]
+       python benchmarks/engine.py run DIR --out rows.jsonl [--engines plain-0,halfbyte-0,plain-8,halfbyte-8]
+                                   [--users 1,16,32,64] [--tokens 128] [--rounds 1] [--profile 16,64] [--boot 400]
 
 `make` writes a Llama of random weights in the layer shapes of a 24B model (bf16; vLLM quantises it to NF4 while it
-loads), and LoRA adapters in DIR/adapters. `run` starts an engine for each arm and number of adapters, all at once, so
+loads), and LoRA adapters in DIR/adapters. `run` starts engines, named by arm and number of adapters, all at once, so
 that their minute of start-up is paid once; then one engine works at a time, in the order plain, halfbyte, halfbyte,
 plain for each number of users. What two runs of one arm differ by is the noise. `serve.py` asks whole servers instead.
 
-Every request decodes --tokens tokens after a prompt of 32, requests taking the adapters in turn. --profile: the users
-of one more, traced run of each engine, whose GPU time by kernel goes to FILE.profile.json beside the rows. --boot: the
-seconds that engines have to start; arms that did not are left out.
+Every request decodes --tokens tokens after a prompt of 32, requests taking the adapters in turn. --profile: numbers of
+users for which a decode step's GPU time, by kernel, goes to FILE.profile.json beside the rows. --boot: the seconds that
+engines have to start; those that did not are left out.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ ORDER = (PLAIN, OURS, OURS, PLAIN)
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PROMPT = 32
 PROBES, PROBE_TOKENS = 16, 16  # requests whose answers are compared, and the answers' length
+TRACED = 16  # decode steps of a profile
 KV_BYTES = 4 << 30
 HIDDEN, MLP, HEADS, KV_HEADS, HEAD, VOCABULARY = 5120, 32768, 32, 8, 128, 32768
 
@@ -199,21 +200,25 @@ class Engine:
             found.append({"tokens": list(choice.token_ids), "logprobs": logprobs})
         return found
 
-    def profile(self, users: int, tokens: int) -> dict[str, Any]:
-        """Where the time of a run goes: seconds in all, and of each kernel on the GPU, with its calls."""
+    def profile(self, users: int) -> dict[str, Any]:
+        """GPU time of a decode step, in all and by kernel: what TRACED more tokens of each user take longer."""
+        short, long = (self._trace(users, tokens) for tokens in (4, 4 + TRACED))
+        kernels = []
+        for name, (calls, us) in long.items():
+            before = short.get(name, (0, 0.0))
+            each = {"kernel": name[:120], "calls": (calls - before[0]) / TRACED, "us": (us - before[1]) / TRACED}
+            if each["calls"] > 0:
+                kernels.append(each)
+        kernels.sort(key=lambda each: -each["us"])
+        return {"users": users, "busy_us": sum(each["us"] for each in kernels), "kernels": kernels[:40]}
+
+    def _trace(self, users: int, tokens: int) -> dict[str, tuple[int, float]]:
+        """Each kernel's calls and microseconds on the GPU in a run."""
         from torch.profiler import ProfilerActivity, profile
 
-        self._generate(users, tokens, 0)
         with profile(activities=[ProfilerActivity.CUDA]) as traced:
-            wall = self.time(users, tokens, 1)
-        kernels = [
-            {"kernel": each.key[:120], "calls": each.count, "us": each.self_device_time_total}
-            for each in traced.key_averages()
-            if each.self_device_time_total
-        ]
-        kernels.sort(key=lambda each: -each["us"])
-        busy = sum(each["us"] for each in kernels)
-        return {"users": users, "tokens": tokens, "wall_us": wall * 1e6, "busy_us": busy, "kernels": kernels[:40]}
+            self._generate(users, tokens, 1)
+        return {each.key: (each.count, each.self_device_time_total) for each in traced.key_averages()}
 
     def counters(self) -> dict[str, Any]:
         """What halfbyte served and passed on in this process; a replayed graph counts once, when it was captured."""
@@ -232,11 +237,11 @@ class Settings:
 
     model: Path
     out: Path
-    adapters: Sequence[int]
+    engines: Sequence[tuple[str, int]]
     users: Sequence[int]
     tokens: int
     rounds: int
-    profile: int
+    profile: Sequence[int]
     boot: int
     eager: bool
 
@@ -298,7 +303,7 @@ class Child:
 def run(settings: Settings) -> None:
     """Start all, measure, append rows."""
     settings.out.parent.mkdir(parents=True, exist_ok=True)
-    children = [Child(settings, arm, adapters) for adapters in settings.adapters for arm in (PLAIN, OURS)]
+    children = [Child(settings, *each) for each in settings.engines]
     try:
         deadline = time.monotonic() + settings.boot
         for child in children:
@@ -308,16 +313,15 @@ def run(settings: Settings) -> None:
             if child.ready is None:
                 print(child.log.read_text(errors="replace")[-2500:], flush=True)
         shared = about()
-        for adapters in settings.adapters:
+        for adapters in dict.fromkeys(adapters for _, adapters in settings.engines):
             pair = {child.arm: child for child in children if child.adapters == adapters and child.ready is not None}
             for row in measure(settings, pair, shared):
                 with settings.out.open("a") as file:
                     file.write(json.dumps(row) + "\n")
-        if settings.profile:
-            started = [each for each in children if each.ready is not None]
-            traces = {each.name: each.ask("profile", users=settings.profile, tokens=16) for each in started}
-            settings.out.with_suffix(".profile.json").write_text(json.dumps(traces, indent=1))
-            print("\n".join(line for name, trace in traces.items() for line in describe(name, trace)))
+        started = [each for each in children if each.ready is not None]
+        traces = [(each.name, each.ask("profile", users=users)) for users in settings.profile for each in started]
+        settings.out.with_suffix(".profile.json").write_text(json.dumps(traces, indent=1))
+        print("\n".join(line for each in traces for line in describe(*each)))
     finally:
         for child in children:
             child.stop()
@@ -382,12 +386,9 @@ def distance(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]
 
 def describe(name: str, trace: Mapping[str, Any]) -> Iterator[str]:
     """A trace for people."""
-    yield (
-        f"{name}, {trace['users']} users, {trace['tokens']} tokens: {trace['wall_us'] / 1e3:.1f} ms, "
-        f"GPU busy {trace['busy_us'] / 1e3:.1f} ms"
-    )
-    for each in trace["kernels"][:16]:
-        yield f"  {each['us'] / 1e3:8.2f} ms  {each['calls']:6} ×  {each['kernel'][:80]}"
+    yield f"{name}, {trace['users']} users: the GPU is busy for {trace['busy_us'] / 1e3:.3f} ms of a step"
+    for each in trace["kernels"][:14]:
+        yield f"  {each['us']:8.1f} us  {each['calls']:5.1f} ×  {each['kernel'][:80]}"
 
 
 def about() -> dict[str, Any]:
@@ -410,6 +411,14 @@ def numbers(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
 
+def engines(text: str) -> list[tuple[str, int]]:
+    """Arms and numbers of adapters."""
+    found = [word.rpartition("-") for word in text.split(",")]
+    if any(arm not in (PLAIN, OURS) for arm, _, _ in found):
+        raise ValueError(f"engines are named {PLAIN}-0, {OURS}-8 and the like, not {text}")
+    return [(arm, int(adapters)) for arm, _, adapters in found]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -418,9 +427,10 @@ def main() -> None:
         making.add_argument(f"--{name}", type=int, default=default)
     running = commands.add_parser("run")
     running.add_argument("--out", type=Path, required=True)
-    running.add_argument("--adapters", type=numbers, default=[0, 8])
+    running.add_argument("--engines", type=engines, default="plain-0,halfbyte-0,plain-8,halfbyte-8")
     running.add_argument("--users", type=numbers, default=[1, 16, 32, 64])
-    for name, default in (("tokens", 128), ("rounds", 1), ("profile", 0), ("boot", 400)):
+    running.add_argument("--profile", type=numbers, default=[])
+    for name, default in (("tokens", 128), ("rounds", 1), ("boot", 400)):
         running.add_argument(f"--{name}", type=int, default=default)
     engine = commands.add_parser("engine")  # what `run` starts
     engine.add_argument("--arm", required=True)

@@ -59,7 +59,7 @@ def test_rows_have_medians_noise_and_answers(tmp_path: Path) -> None:
     (tmp_path / "adapters" / "0").mkdir(parents=True)
     (tmp_path / "adapters" / "0" / "adapter_config.json").write_text(json.dumps({"r": 16}))
     (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 8}))
-    settings = engine.Settings(tmp_path, tmp_path / "rows", [8], [4], 32, 1, 0, 10, False)
+    settings = engine.Settings(tmp_path, tmp_path / "rows", [], [4], 32, 1, [], 10, False)
     log: list[str] = []
     pair: Any = {
         engine.PLAIN: FakeChild(engine.PLAIN, [2.0, 2.5], [1, 2, 3], log),
@@ -82,7 +82,7 @@ def test_an_arm_that_did_not_start_leaves_the_other_its_rows(tmp_path: Path) -> 
     (tmp_path / "adapters" / "0").mkdir(parents=True)
     (tmp_path / "adapters" / "0" / "adapter_config.json").write_text(json.dumps({"r": 16}))
     (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 8}))
-    settings = engine.Settings(tmp_path, tmp_path / "rows", [8], [4], 32, 1, 0, 10, False)
+    settings = engine.Settings(tmp_path, tmp_path / "rows", [], [4], 32, 1, [], 10, False)
     ours: Any = FakeChild(engine.OURS, [1.0, 2.0], [1], [])
     (row,) = engine.measure(settings, {engine.OURS: ours}, ABOUT)
     assert row["runs"] == [128.0, 64.0]

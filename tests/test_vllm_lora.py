@@ -227,18 +227,34 @@ def test_a_step_without_adapters_is_the_base_layer(utils: ModuleType) -> None:
     assert counts.totals()[0]["apply_bnb_4bit"] == {"cpu_linear": {"2-8": 1}}
 
 
+class Meta:
+    """vLLM's tensors on a GPU: where no token has an adapter the mapping stays that of an earlier step."""
+
+    def __init__(self) -> None:
+        self.no_lora_flag_cpu = torch.tensor([False])
+        self.token_lora_mapping = torch.full((8,), 77, dtype=torch.int32)
+
+    def prepare_tensors(self, mapping: Tensor) -> None:
+        self.no_lora_flag_cpu[0] = bool((mapping == -1).all())
+        if not self.no_lora_flag_cpu[0]:
+            self.token_lora_mapping[: len(mapping)] = mapping
+
+
 def test_on_a_gpu_vllm_says_on_the_host_whether_there_are_adapters(utils: ModuleType) -> None:
-    """The flag and the mapping of its GPU wrapper: what the mapping holds counts only where the flag is down."""
-    shards, x = quantised(MERGED), activations(2)
-    meta = SimpleNamespace(
-        no_lora_flag_cpu=torch.tensor([True]), token_lora_mapping=torch.tensor([0, 0, 77], dtype=torch.int32)
-    )
-    layer = layer_with(utils, shards, SimpleNamespace(token_mapping_meta=meta))
+    """And its mapping is that of this step, also in a graph that was captured with adapters and looks at no flag."""
+    shards, x, meta = quantised(MERGED), activations(2), Meta()
+    punica = SimpleNamespace(token_mapping_meta=meta)
+    layer = layer_with(utils, shards, punica)
+    layer_with(utils, shards, punica)  # every layer has the same wrapper
     adapters = {0: adapter(MERGED, 1)}
     layer.set_lora(0, *adapters[0])
-    reference.assert_within_contract(layer.apply(x), exact(shards, {}, [0, 0], x))
-    meta.no_lora_flag_cpu[0] = False
-    reference.assert_within_contract(layer.apply(x), exact(shards, adapters, [0, 0], x))
+    meta.prepare_tensors(torch.tensor([0, -1]))
+    reference.assert_within_contract(layer.apply(x), exact(shards, adapters, [0, -1], x))
+    meta.prepare_tensors(torch.tensor([-1, -1]))
+    reference.assert_within_contract(layer.apply(x), exact(shards, {}, [], x))
+    meta.no_lora_flag_cpu[0] = False  # as when the graph was captured
+    reference.assert_within_contract(layer.apply(x), exact(shards, {}, [], x))
+    assert counts.totals()[0]["apply_bnb_4bit"] == {"cpu_linear": {"2-8": 1}, "cpu_linear with adapters": {"2-8": 2}}
 
 
 @pytest.mark.parametrize("case", ["many rows", "shards that end within a block"])

@@ -132,6 +132,7 @@ class Folding:
     def set_mapping(self, punica_wrapper: Any) -> None:
         """As vLLM's; the operator then has the adapters."""
         super().set_mapping(punica_wrapper)  # type: ignore[misc]
+        keep_current(punica_wrapper)
         weight = self.base_layer.weight  # type: ignore[attr-defined]
         adapters = Adapters.of(self.a, self.b, punica_wrapper)
         setattr(weight, ADAPTERS, adapters)
@@ -143,6 +144,25 @@ class Folding:
         base = self.base_layer  # type: ignore[attr-defined]
         result: Tensor = base.quant_method.apply(base, x, bias)
         return result
+
+
+def keep_current(punica: Any) -> None:
+    """Have vLLM's mapping of tokens on a GPU say so when none has an adapter.
+
+    vLLM leaves that of an earlier step in place, as its own kernels look at another list. A CUDA graph that was
+    captured with adapters, and may be the only one, would go on applying them.
+    """
+    meta = getattr(punica, "token_mapping_meta", None)
+    if meta is None or "prepare_tensors" in vars(meta):
+        return
+    prepare = meta.prepare_tensors
+
+    def prepare_tensors(mapping: Tensor) -> None:
+        prepare(mapping)
+        if meta.no_lora_flag_cpu.item():
+            meta.token_lora_mapping.fill_(-1)
+
+    meta.prepare_tensors = prepare_tensors
 
 
 def is_4bit(weight: Any) -> bool:
