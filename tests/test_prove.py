@@ -9,6 +9,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ from halfbyte.lab.prove import Settings, prove  # noqa: E402
 from halfbyte.lab.prove_adapters import read_adapter  # noqa: E402
 from halfbyte.lab.prove_model import Distance, Divergence, _until_end  # noqa: E402
 from halfbyte.lab.prove_page import show  # noqa: E402
-from halfbyte.lab.verify import LayerReport, Truth, verify  # noqa: E402
+from halfbyte.lab.verify import Exactness, LayerReport, Truth, verify  # noqa: E402
 from halfbyte.ops import linear  # noqa: E402
 
 WORDS = "the sky is blue because air scatters light of short waves more than long ones so we see it from all sides"
@@ -448,3 +449,21 @@ def test_the_dense_twin_answers_as_the_library_does(model: Path) -> None:
     with torch.inference_mode():
         found, wanted = dense(ids).logits, load(model, dtype=torch.float32)[0](ids).logits
     assert reference.relative_error(found, wanted) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("device", "offset", "dtype", "equal", "worst", "ok"),
+    [
+        ("cpu", None, "bf16", 0.995, 1, True),
+        ("cpu", None, "bf16", 0.98, 1, False),
+        ("cpu", None, "fp32", 0.9, 1, False),
+        ("cuda", None, "bf16", 0.5, 1, True),  # the default mode; strict keeps 99 %
+        ("cuda", None, "bf16", 0.99, 2, False),
+        ("cuda", None, "fp32", 0.1, 4, True),  # a table of 21 bits
+        ("cuda", None, "fp32", 0.1, 9, False),
+        ("cuda", "fp16", "fp32", 0.1, 900, True),  # an offset cancels the product
+    ],
+)
+def test_what_the_contract_asks_of_single_weights(device, offset, dtype, equal, worst, ok):
+    weight = SimpleNamespace(device=torch.device(device), format=SimpleNamespace(offset=offset))
+    assert Exactness({}, {}, {dtype: equal}, {dtype: worst}).one_hot_ok(weight) is ok
