@@ -54,9 +54,9 @@ class Config:
 
     @property
     def threads(self) -> int:
-        """Sixteen warps multiply; one copies, and one or two decode scales where they need it."""
+        """Sixteen warps multiply; one copies, one or two decode scales and one fetches adapters where there are any."""
         sides = 0 if not self.SCALE_SIDE else 2 if self.RESIDENT == 1 else 1
-        return 32 * (WARPS + 1 + sides)
+        return 32 * (WARPS + 1 + sides + self.ADAPTERS)
 
     @property
     def rows(self) -> int:

@@ -22,6 +22,25 @@ static __device__ __forceinline__ float number_of_b(const Expand& e, long long a
     return e.b_type == 2 ? ((const float*)e.b)[at] : half_of_b(e.b_type, ((const unsigned short*)e.b)[at], 0);
 }
 
+// A warp sends for the rows row0 .. row0 + rows - 1 of B of all slots that m rows of x take: into the L2, so that outputs need
+// not wait for memory. Not inlined, as it would cost the main loop registers.
+static __device__ __noinline__ void prefetch_rows(const Expand& e, int m, int row0, int rows, int outputs) {
+    const int lane = threadIdx.x & 31, size = e.b_type == 2 ? 4 : 2;
+    rows = min(rows, outputs - row0);
+    for (int first = 0; first < m; first += 32) {
+        int slot = first + lane >= m ? -1 : e.index ? e.index[first + lane] : 0;
+        if ((unsigned)slot >= (unsigned)e.slots) slot = -1;
+        const int4 at = slot < 0 ? make_int4(0, 0, 0, 0) : e.table[slot];
+        unsigned left = __ballot_sync(~0u, slot >= 0 && __ffs(__match_any_sync(~0u, slot)) == lane + 1);    // each slot once
+        for (; left; left &= left - 1) {
+            const int from = __ffs(left) - 1, place = __shfl_sync(~0u, at.z, from), stride = __shfl_sync(~0u, at.w, from);
+            const char* begin = (const char*)e.b + ((long long)place * outputs + (long long)row0 * stride) * size;
+            const long long bytes = (long long)rows * stride * size;
+            for (long long line = lane * 128; line < bytes; line += 32 * 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(begin + line));
+        }
+    }
+}
+
 // What is added to output n of rows m, m + step, m + 2 step ... of x (those from `rows` on are nobody's), of a weight with
 // `outputs` rows. A sum runs over the ranks in their order, so it has the same bits in every kernel and whatever the other
 // rows take. Rows without an adapter get -0, which changes no bit of what it is added to. A thread reads what other kernels

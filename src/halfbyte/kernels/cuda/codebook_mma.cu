@@ -35,7 +35,7 @@
 #define COPY_WARP WARPS
 #define SIDE_WARP (WARPS + 1)
 #define SIDES (!SCALE_SIDE ? 0 : RESIDENT == 1 ? 2 : 1)     // side warps
-#define THREADS (32 * (WARPS + 1 + SIDES))
+#define THREADS (32 * (WARPS + 1 + SIDES + ADAPTERS))
 #define ROWS (16 * TILES)                        // rows of W in a pass
 #define SUBS (UNIT / BLOCK)                      // scale blocks in a unit
 #define STAGE_BLOCKS (TEAM * SUBS)               // scale blocks of a row in a stage
@@ -316,6 +316,16 @@ codebook_mma(const __grid_constant__ Maps maps, const __grid_constant__ Codebook
         cluster_wait();
         return;
     }
+#if ADAPTERS
+    if (warp == SIDE_WARP + SIDES) {
+        previous_kernel_done();    // the index is read
+        const Share share = share_of(p);
+        if (share.rank == 0) prefetch_rows(p.expand, p.m, share.slab, 16 * share.tiles, p.n);
+        __syncwarp();
+        cluster_wait();
+        return;
+    }
+#endif
 #if SCALE_SIDE
     if (warp >= SIDE_WARP) {
         bring_scales(scales, p, base, warp - SIDE_WARP);

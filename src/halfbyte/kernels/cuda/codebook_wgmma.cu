@@ -538,6 +538,13 @@ codebook_wgmma(const __grid_constant__ Maps maps, const __grid_constant__ Codebo
         else if (warp <= WARPS + SIDE_WARPS)
             bring_scales(scales, p, base, tile, rank);
 #endif
+#if ADAPTERS
+        if (warp == WARPS + SIDE_WARPS + 1 && rank == 0) {
+            previous_kernel_done();    // the index is read
+            for (int ahead = tile; ahead * ROWS < p.n; ahead += gridDim.x / CLUSTER) prefetch_rows(p.expand, p.m, ahead * ROWS, ROWS, p.n);
+            __syncwarp();
+        }
+#endif
         cluster_wait();
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
