@@ -173,6 +173,7 @@ DEVICE float remote_sum(u32 address, int block) {
 
 DEVICE void cluster_sync() {
     if (CLUSTER == 1) __syncthreads();
+    __syncwarp();
     cluster_arrive();
     cluster_wait();
 }
