@@ -196,6 +196,18 @@ def test_subclasses_have_their_say(known: Known) -> None:
         assert op in seen
 
 
+def test_a_trusted_subclass_is_ordinary(known: Known) -> None:
+    """bitsandbytes' Params4bit, as `halfbyte.optimize` finds it in a model."""
+    modules = pytest.importorskip("bitsandbytes.nn.modules")
+    import halfbyte.integrations.linear4bit  # noqa: F401 (trusts it)
+
+    x, (codes, absmax), bias, *rest = known.with_bias
+    codes = modules.Params4bit(codes, requires_grad=False, bnb_quantized=True)
+    assert type(codes) is modules.Params4bit
+    assert not passes_the_dispatcher(known, lambda: op(x, [codes, absmax], bias, *rest))
+    reference.assert_within_contract(op(x, [codes, absmax], bias, *rest), known.exact(bias=bias))
+
+
 def test_tracing_and_transforms_see_it(known: Known) -> None:
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from torch import Tensor
 from walk import DEVICE, weight_of
 
 from halfbyte import ops, reference
+from halfbyte.device import arch_of
 from halfbyte.formats import PackedWeight
+from halfbyte.kernels import codebook_wgmma, kernels
 
 pytestmark = [
     pytest.mark.skipif(DEVICE.type != "cuda", reason="about CUDA"),
@@ -48,6 +51,22 @@ def in_python(work: Callable[[], object]) -> bool:
     return "linear_on_tensors" in seen
 
 
+def test_the_dispatcher_is_not_passed() -> None:
+    weight, x = weight_of("nf4-64", N, K), rand(1)
+    check(x, weight)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        check(x, weight)
+    assert "halfbyte::linear" in [event.key for event in profile.key_averages()]
+    parts = list(weight.parts.values())
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+        with mode():
+            out = ops.linear_op._op(x, parts, None, weight.format.key, N, K)
+            assert out.is_inference() == torch.is_inference_mode_enabled()
+        reference.assert_within_contract(out, reference.linear(x, weight))
+    with torch.autocast("cuda", torch.float16):
+        assert ops.linear(x, weight).dtype == torch.float16
+
+
 @pytest.mark.parametrize("key", KEYS)
 def test_repeated_calls(key: str) -> None:
     weight = weight_of(key, N, K)
@@ -56,6 +75,32 @@ def test_repeated_calls(key: str) -> None:
         first = check(x, weight)
         assert not in_python(lambda: ops.linear(x, weight))  # noqa: B023
         assert torch.equal(check(x, weight), first)
+
+
+def test_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """codebook_wgmma lays x out first: by a launch of its own, which the shortcut does as well."""
+    if arch_of(DEVICE) != codebook_wgmma.ARCH:
+        pytest.skip(f"codebook_wgmma is for {codebook_wgmma.ARCH}")
+    chosen = next(kernel for kernel in kernels() if kernel.name == codebook_wgmma.STEM)
+    ops._kernel.cache_clear()
+    monkeypatch.setattr(ops, "plan", lambda problem: SimpleNamespace(kernel=chosen))
+    try:
+        for key in ("nf4-64", "nf4-64-nested"):
+            weight = weight_of(key, N, K)
+            for m in (9, 16, 32):
+                xs = [rand(m, seed) for seed in range(3)]
+                first = [check(x, weight) for x in xs]
+                assert not in_python(lambda: ops.linear(xs[0], weight))  # noqa: B023
+                for _ in range(20):  # the image of one call must not be written over by that of the next
+                    assert all(torch.equal(ops.linear(x, weight), out) for x, out in zip(xs, first, strict=True))
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    outs = [ops.linear(x, weight) for x in xs]
+                for _ in range(2):
+                    graph.replay()
+                    assert all(torch.equal(*pair) for pair in zip(outs, first, strict=True))
+    finally:
+        ops._kernel.cache_clear()
 
 
 def test_streams_and_weights_written_right_before() -> None:

@@ -13,12 +13,12 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from bitsandbytes.nn import Linear4bit, LinearFP4, LinearNF4
+from bitsandbytes.nn import Linear4bit, LinearFP4, LinearNF4, Params4bit
 from torch import Tensor, nn
 
 from ..device import arch_of
 from ..formats import PackedWeight, get_format
-from ..kernels import Problem
+from ..kernels import Problem, shortcut
 from ..kernels.registry import DTYPES
 from ..nn import Operands, QuantLinear
 from ..ops import linear_op
@@ -27,6 +27,7 @@ from .bitsandbytes import OUR_BACKENDS, SERVED_ROWS, decoding_is_faster, format_
 
 KNOWN = (Linear4bit, LinearNF4, LinearFP4)  # their forward is the one that is replaced
 MOST_ROWS = 1 << 20  # no more rows of x than these are asked about
+shortcut.trust(Params4bit)  # its __torch_function__ cares for torch.chunk and torch.split
 
 
 class QuantLinear4bit(QuantLinear, Linear4bit):  # type: ignore[misc]

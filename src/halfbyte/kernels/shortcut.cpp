@@ -615,6 +615,12 @@ PyObject* lead(PyObject*, PyObject* arguments) {
   Py_RETURN_NONE;
 }
 
+PyObject* trust(PyObject*, PyObject* type) {
+  Py_INCREF(type);
+  types.push_back(type);
+  Py_RETURN_NONE;
+}
+
 PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
@@ -632,6 +638,7 @@ PyMethodDef methods[] = {
     {"linear", fast(linear), METH_FASTCALL, "linear(x, parts, bias, format key, n, k): the operator on a GPU"},
     {"keys", keys, METH_NOARGS, "keys(): what this thread adds to and leaves out of a dispatch, 16 bytes; None if unknown"},
     {"lead", lead, METH_VARARGS, "lead(operator, keys, watching functions, types, grad enabled, is negated): for `operate`"},
+    {"trust", trust, METH_O, "trust(type): tensors of this subclass are ordinary ones to `operate`"},
     {"operate", fast_with_names(operate), METH_FASTCALL | METH_KEYWORDS, "the operator, in front of the dispatcher"},
     {nullptr, nullptr, 0, nullptr}};
 

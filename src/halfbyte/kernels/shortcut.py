@@ -64,6 +64,16 @@ def lead(operator: Any) -> None:
     operator._op = _shortcut.operate
 
 
+def trust(kind: type) -> None:
+    """Take tensors of a subclass for ordinary ones: its `__torch_function__` does nothing with this operator."""
+    try:
+        from . import _shortcut
+
+        _shortcut.trust(kind)
+    except (ImportError, AttributeError):
+        pass
+
+
 def _key_sets(keys: Callable[[], bytes | None]) -> list[bytes | None]:
     """What `keys` says in a fresh thread: as it is, in inference mode, and in modes, transforms and autocast."""
     found = [keys()]
