@@ -49,9 +49,10 @@ def exact(x: Tensor, dense: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def shapes(key: str) -> list[tuple[int, int]]:
-    """Whole and odd numbers of rows; K of whole units, tails, and for bitsandbytes rows that start anywhere."""
+    """Whole and odd numbers of rows, more and fewer than integers take; K of whole units, tails, and for bitsandbytes
+    rows that start anywhere."""
     rows, columns = multiples(key)
-    found = [(40, 1280 if 1280 % columns == 0 else columns * 3), (rows * 3, columns)]
+    found = [(136, 1280 if 1280 % columns == 0 else columns * 3), (rows * 3, columns)]
     if columns == 1:
         found += [(7, 96), (6, 576), (5, 100), (9, 33), (3, 1), (2, 4100)]
     elif rows == 1 and columns <= 32:
@@ -226,12 +227,50 @@ def test_rows_of_x_near_the_ends_of_the_range(isa: str, dtype: torch.dtype, m: i
 @pytest.mark.parametrize("key", ["nf4-64", "q4_1", "q4_k", "gptq-32", "awq-32"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_infinity_gives_what_float64_gives(key: str, isa: str, dtype: torch.dtype) -> None:
-    weight = random_weight(key, 64, 256, seeded(18))
+    weight = random_weight(key, 160, 256, seeded(18))
     x = torch.randn(3, 256, generator=seeded(19)).to(dtype)
     x[1, 77] = torch.inf
     out, y = call(isa, x, weight), reference.linear(x, weight)
     assert torch.equal(out[1].double().nan_to_num(nan=7.0), y[1].nan_to_num(nan=7.0))
     reference.assert_within_contract(out[::2], y[::2], key)
+
+
+def wild(kind: str, m: int, k: int) -> Tensor:
+    """bf16 rows in which little is like the rest."""
+    generator = seeded(25)
+    x = torch.randn(m, k, generator=generator)
+    if kind == "outliers":
+        x[:, torch.randint(k, (3,), generator=generator)] *= 1000
+    elif kind == "tails":
+        x = x**7
+    elif kind == "range":
+        x *= 2.0 ** torch.randint(-60, 30, (m, k), generator=generator)
+    else:
+        x *= torch.rand(m, k, generator=generator) < 0.01
+    return x.bfloat16()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", ["outliers", "tails", "range", "sparse"])
+@pytest.mark.parametrize("key", ["nf4-64", "fp4-64", "q4_1", "q4_k", "nvfp4"])
+def test_contract_whatever_a_row_of_x_holds(key: str, kind: str, isa: str) -> None:
+    weight = random_weight(key, 256, 1024, seeded(26))
+    dense = weight.dequantize(torch.float64)
+    x = wild(kind, 9, 1024)
+    out, y = call(isa, x, weight), x.double() @ dense.t()
+    for row in range(9):
+        reference.assert_within_contract(out[row], y[row], f"{key} {kind} {isa} row {row}", slack(x[row], dense))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_nan_stays_in_its_row(isa: str) -> None:
+    weight = random_weight("nf4-64", 192, 512, seeded(27))
+    x = torch.randn(5, 512, generator=seeded(28)).bfloat16()
+    alone = call(isa, x, weight)
+    x[3, 200] = torch.nan
+    out = call(isa, x, weight)
+    assert out[3].isnan().all()
+    assert torch.equal(out[[0, 1, 2, 4]], alone[[0, 1, 2, 4]])
 
 
 @pytest.mark.parametrize("isa", ISAS)

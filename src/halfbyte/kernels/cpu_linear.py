@@ -1,6 +1,7 @@
 """y = x Wᵀ straight from packed bytes on a CPU: the C++ kernels of cpu/, one multiply up to M = 64.
 
-Beyond that the library decodes tiles of rows, fast, and torch multiplies them; the dense matrix is never whole.
+Beyond that bf16 goes 64 rows at a time over AMX where the processor has it, up to M = 512; else the library decodes
+tiles of rows, fast, and torch multiplies them. The dense matrix is never whole.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from .registry import DTYPES, Expand, Kernel, Problem, register
 
 DIRECT_M = 64  # rows of x that the kernels multiply themselves
 TILE_VALUES = 1 << 22  # decoded values held at once beyond that
+AMX_M = 512  # rows up to which AMX, which decodes for every 64, is faster than tiles decoded once and torch
+AMX_FROM = ("avx512vnni", "avx512", "amx")  # the instruction sets that leave many rows to AMX
 CACHED_WEIGHTS = 4096
 
 
@@ -46,7 +49,7 @@ def run_adapters(x: Tensor, weight: PackedWeight, bias: Tensor | None, expand: E
     rows = expand_on_cpu(loaded, loaded.isa, expand, bias, out.shape[1])
     multiply(loaded, loaded.isa, x, weight, rows, out)
     index = expand.index
-    if index is None or x.shape[0] <= DIRECT_M or not _splits(x):
+    if index is None or x.shape[0] <= DIRECT_M or _takes_amx(loaded, loaded.isa, x, weight) or not _splits(x):
         return
     plain = index < 0
     if bool(plain.any()):  # their bits are those of the other way to multiply many rows
@@ -67,9 +70,23 @@ def multiply(
     if m == 0:
         return
     threads = threads or torch.get_num_threads()
-    if m > DIRECT_M:
+    if m <= DIRECT_M:
+        _multiply_direct(loaded, isa, x, weight, bias, out, threads)
+    elif _takes_amx(loaded, isa, x, weight):
+        step = -(-m // -(-m // DIRECT_M) // 16) * 16  # even shares, in whole tiles of 16 rows
+        for start in range(0, m, step):
+            rows = slice(start, start + step)
+            mine = bias if bias is None or bias.dim() == 1 else bias[rows]
+            _multiply_direct(loaded, loaded.isas["amx"], x[rows], weight, mine, out[rows], threads)
+    else:
         _multiply_tiles(loaded, isa, x, weight, bias, out, threads)
-        return
+
+
+def _multiply_direct(
+    loaded: Library, isa: int, x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, threads: int
+) -> None:
+    """M up to DIRECT_M: one call of the library."""
+    m = x.shape[0]
     call = CallStruct(
         x.data_ptr(),
         None if bias is None else bias.data_ptr(),
@@ -168,6 +185,19 @@ def _set_offset(struct: WeightStruct, format: BlockFormat) -> None:
         struct.zero_order[:] = offset.order
     else:
         raise TypeError(f"{format.key}: the CPU kernels do not know the offset {type(offset).__name__}")
+
+
+def _takes_amx(loaded: Library, isa: int, x: Tensor, weight: PackedWeight) -> bool:
+    """Whether many rows of bf16 go over AMX: on the AVX-512 kernels, for what tiles.hpp serves."""
+    tiles = isinstance(weight.format.layout, RecordLayout) and weight.format.blocksize % 32 == 0
+    return (
+        tiles
+        and x.shape[0] <= AMX_M
+        and x.dtype == torch.bfloat16
+        and weight.shape[1] % 32 == 0
+        and "amx" in loaded.isas
+        and loaded.compiled[isa] in AMX_FROM
+    )
 
 
 def _multiply_tiles(
@@ -271,7 +301,7 @@ register(
     Kernel(
         name="cpu_linear",
         backend="cpu",
-        about="exact fp32 kernels from packed bytes: AVX-512, AVX2, NEON, portable C++; tiles and torch beyond M = 64",
+        about="kernels from packed bytes: AVX-512, AVX2, NEON, portable C++; beyond M = 64 AMX, or tiles and torch",
         supports=supports,
         cost=cost,
         run=run,

@@ -40,6 +40,9 @@ bool available(const Isa &isa) {
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 #endif
+#if defined(HB_VNNI)
+    if (&isa == &avx512vnni_isa) return available(avx512_isa) && __builtin_cpu_supports("avx512vnni");
+#endif
 #if defined(HB_NEON)
     if (&isa == &neon_isa) return true;  // every aarch64 processor has it
 #endif
@@ -48,6 +51,9 @@ bool available(const Isa &isa) {
 
 // In the order of choice.
 const Isa *const isas[] = {
+#if defined(HB_VNNI)
+    &avx512vnni_isa,
+#endif
 #if defined(HB_X86)
     &avx512_isa, &avx2_isa,
 #endif

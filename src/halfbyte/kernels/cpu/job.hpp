@@ -7,6 +7,7 @@ namespace halfbyte {
 enum Path : int32_t {
     UNITS,    // 128 weights of a row at a time, lanes along K: all records whose rows start on whole blocks
     COLUMNS,  // lanes along N: words of eight
+    INTEGERS, // UNITS with integer sums: bf16 on AVX-512 with VNNI
     TILES,    // AMX: sixteen rows at a time, bf16
     ROWS,     // decode a row, then multiply: whatever the others do not serve
 };
@@ -22,6 +23,8 @@ struct Job {
     int32_t stride;     // UNITS: floats of x a unit and row: 128 and, with offsets, their sums by lane
     int32_t order[128]; // UNITS: element of the unit at each place; COLUMNS: element of the octet at each nibble
     int32_t picks[4][16];  // UNITS: by group and lane, which of the unit's scales
+    float table[16];    // UNITS: the codebook; INTEGERS: 32 words, it times `divisor`
+    float divisor;      // out of every output: 1 but for INTEGERS
     float *x;
     float *factor;      // by row of x: a power of two taken out of rows near the ends of fp32's range, else 1
     uint8_t *special;   // by row of x: holds NaN or infinity
@@ -64,7 +67,7 @@ struct Isa {
 
 constexpr int64_t EXPAND_COLUMNS = 64;
 
-extern const Isa portable_isa, neon_isa, avx2_isa, avx512_isa, amx_isa;
+extern const Isa portable_isa, neon_isa, avx2_isa, avx512_isa, avx512vnni_isa, amx_isa;
 
 // Rows of x that are multiplied together from `left` on: all that fit, else the next power of two (zero rows fill up).
 constexpr int block_rows(int64_t left, int most) {

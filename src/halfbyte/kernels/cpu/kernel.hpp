@@ -13,6 +13,8 @@ inline void plan(Job &job) {
     const int64_t m = job.call->m, blocks_end = (m - 1) / Simd::MAX_M * Simd::MAX_M;
     const int64_t rows = blocks_end + block_rows(m - blocks_end, Simd::MAX_M), padded = ceil_div(w.k, 128) * 128;
     job.x_rows = rows;
+    job.divisor = 1;
+    std::memcpy(job.table, w.codebook, sizeof job.table);
     if (w.layout != HB_RECORDS) {
         job.path = COLUMNS;
         for (int i = 0; i < 8; ++i) job.order[w.layout == HB_WORDS_K ? w.order[i] : i] = i;
@@ -69,7 +71,7 @@ inline void run_special(const Job &job, int64_t task, float *scratch) {
 }
 
 inline void run(const Job &job, int64_t task, float *scratch) {
-    if (job.path == UNITS) Panel(job, task, scratch).run();
+    if (job.path == UNITS) Panel(job, task, scratch, span_for).run();
     if (job.path == COLUMNS) run_strip(job, task, scratch);
     if (job.path == ROWS) run_rows(job, task, scratch);
     if (job.weight->offset_kind != HB_NO_OFFSET && job.path != ROWS) run_special(job, task, scratch);

@@ -18,13 +18,15 @@ HB_INLINE int64_t panel_floats(const Job &job) {
 
 struct Panel {
     const Job &job;
+    SpanFn (*const span_of_call)(const HbWeight &, int, int);  // span_for, or another path's
     int64_t first, count, rounded;  // rows; `rounded` repeats the last one up to whole sets of rows
     float *scales, *offsets, *sums;
     uint8_t *staged;
     Row rows[64];
     int staged_from;                // rows from here on have their last unit staged
 
-    Panel(const Job &job, int64_t task, float *scratch) : job(job), first(task * job.panel) {
+    Panel(const Job &job, int64_t task, float *scratch, SpanFn (*span_of_call)(const HbWeight &, int, int))
+        : job(job), span_of_call(span_of_call), first(task * job.panel) {
         count = smaller(job.panel, job.weight->n - first);
         rounded = ceil_div(count, 4) * 4;
         const bool has_offset = job.weight->offset_kind != HB_NO_OFFSET;
@@ -101,7 +103,7 @@ struct Panel {
             for (int m = 0; m < rows_of_x && start + m < call.m; ++m) {
                 const float y = Simd::sum(Simd::load(sums + (r * rows_of_x + m) * Simd::LANES));
                 store_float(call.out, (start + m) * call.out_stride + row,
-                            y * job.factor[start + m] + bias_at(call, start + m, row), call.dtype);
+                            y / job.divisor * job.factor[start + m] + bias_at(call, start + m, row), call.dtype);
             }
         }
     }
@@ -109,7 +111,7 @@ struct Panel {
     void block(int64_t start, Units &units) {
         const HbWeight &w = *job.weight;
         const int m = block_rows(job.call->m - start, Simd::MAX_M), set = Simd::rows(m);
-        const SpanFn span = span_for(w, job.grouping, m);
+        const SpanFn span = span_of_call(w, job.grouping, m);
         const int64_t fit = m == 1 ? job.units : larger(2, X_TILE / 4 / (m * job.stride));
         const int64_t tile = fit / 2 * 2 + (fit & 1 && m == 1);
         units.x = job.x + start * job.units * job.stride;
@@ -130,7 +132,7 @@ struct Panel {
         Units units;
         units.record_bytes = job.weight->record_bytes;
         units.scales = 128 / job.block;
-        units.table = Simd::table(job.weight->codebook);
+        units.table = Simd::table(job.table);
         for (int g = 0; g < 4; ++g) units.picks[g] = Simd::index(job.picks[g]);
         for (int64_t start = 0; start < job.call->m; start += Simd::MAX_M) block(start, units);
     }

@@ -182,7 +182,7 @@ struct TilePanel {
     const uint8_t *ahead;  // the next panel's codes, and how many bytes of them to prefetch a unit
     int64_t ahead_a_unit;
 
-    TilePanel(const Job &job, int64_t task, float *scratch) : job(job), panel(job, task, scratch) {
+    TilePanel(const Job &job, int64_t task, float *scratch) : job(job), panel(job, task, scratch, span_for) {
         unpack = unpack_of(job);
         columns = job.stride;
         tiles = job.x_rows / columns;

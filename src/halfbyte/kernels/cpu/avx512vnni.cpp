@@ -1,0 +1,47 @@
+// AVX-512 with VNNI: bf16 activations as integers, all else as on AVX-512.
+#define HB_ISA avx512vnni
+#include "simd_avx512.hpp"
+#include "integers.hpp"
+
+namespace halfbyte {
+namespace {
+
+void plan(Job &job) {
+    avx512_isa.plan(job);
+    HB_ISA::plan_integers(job);
+}
+
+void prepare(const Job &job, int64_t row, float *scratch) {
+    if (job.path == INTEGERS)
+        HB_ISA::prepare_integers(job, row, scratch);
+    else
+        avx512_isa.prepare(job, row, scratch);
+}
+
+void run(const Job &job, int64_t task, float *scratch) {
+    if (job.path != INTEGERS) return avx512_isa.run(job, task, scratch);
+    HB_ISA::Panel(job, task, scratch, HB_ISA::integer_span_for).run();
+    HB_ISA::run_special(job, task, scratch);  // integers know no infinity
+}
+
+void decode(const HbWeight &weight, int64_t row, int64_t rows, void *out, int64_t stride, bool split, float *scratch) {
+    avx512_isa.decode(weight, row, rows, out, stride, split, scratch);
+}
+
+int64_t decode_floats(const HbWeight &weight, int64_t rows) { return avx512_isa.decode_floats(weight, rows); }
+
+void shrink(const Adapters &job, int64_t segment, int64_t from, int64_t to, float *scratch) {
+    avx512_isa.shrink(job, segment, from, to, scratch);
+}
+
+void expand(const Adapters &job, int64_t task, float *scratch) { avx512_isa.expand(job, task, scratch); }
+
+float widen(const HbShrink &call, int64_t row, int64_t padded, float *out) {
+    return avx512_isa.widen(call, row, padded, out);
+}
+
+}  // namespace
+
+const Isa avx512vnni_isa = {"avx512vnni", plan, prepare, run, decode, decode_floats, shrink, expand, widen};
+
+}  // namespace halfbyte
