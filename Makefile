@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 VLLM_VENV := .venv-vllm
-NATIVE := CMakeLists.txt $(wildcard src/halfbyte/kernels/cpu/*) src/halfbyte/kernels/shortcut.cpp
+NATIVE := CMakeLists.txt $(wildcard src/halfbyte/kernels/cpu/* src/halfbyte/kernels/shortcut*.?pp)
 
 .PHONY: demo test test-vllm lint install clean
 install: $(INSTALLED)
