@@ -99,6 +99,8 @@ class TestRows:
         first, later, other = row(us=1), row(us=2, date="2026-02-01T00:00:00+00:00"), row(M=2)
         assert latest([later, first, other]) == [later, other]
         assert latest([first, first | {"us": 9}])[0]["us"] == 9
+        served = [row(suite="serve", layers=layers) for layers in (8, 32)]
+        assert latest(served) == served, "a model cut to fewer layers is another"
 
     def test_every_suite_that_the_lab_writes_is_known(self) -> None:
         written = {"linear", "linear-warm", "overhead", "nf4-16", "nf4-16-case", "serve", "ladder", "prove", "layer"}

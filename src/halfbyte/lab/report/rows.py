@@ -95,7 +95,8 @@ def check_row(row: object, where: str) -> None:
 
 _POINT = (
     *("suite", "device", "kernel", "format", "dtype", "M", "N", "K", "adapters", "rank"),
-    *("rung", "sweep", "cache", "peer", "users", "engine", "model", "compiled", "prompt_tokens", "new_tokens"),
+    *("rung", "sweep", "cache", "peer"),
+    *("users", "engine", "model", "layers", "compiled", "prompt_tokens", "new_tokens"),
 )
 
 
