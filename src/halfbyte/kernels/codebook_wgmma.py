@@ -295,14 +295,28 @@ def stages_of(k: int) -> int:
 def image_for(x: Tensor) -> Tensor:
     """Memory for the image of x [m, k]; it has m rows so that a launch finds m in its shape."""
     m, k = x.shape
-    size = stages_of(k) * (columns(m) * (512 + 16) + 16)
-    return torch.empty((m, ceil(size / m / 16) * 16), dtype=torch.uint8, device=x.device)
+    return torch.empty((m, ceil(image_bytes(m, k) / m / 16) * 16), dtype=torch.uint8, device=x.device)
+
+
+def image_bytes(m: int, k: int) -> int:
+    """Bytes of the image of x [m, k]."""
+    return stages_of(k) * (columns(m) * (512 + 16) + 16)
 
 
 def launcher_of(weight: PackedWeight) -> Launcher | None:
     """The weight's launcher; None where the kernel cannot take its addresses (views that are not aligned)."""
     launcher = Launcher.of(STEM, weight)
     return launcher if launcher.readable and launcher.addresses[0] % codebook.ALIGNMENT == 0 else None
+
+
+def launch_for(weight: PackedWeight, dtype: torch.dtype, m: int, settings: Settings | None = None) -> Launch | None:
+    """See registry.Kernel."""
+    launcher = launcher_of(weight)
+    if launcher is None or m > CHUNK:
+        return None
+    multiply = launcher.get(bind, weight, dtype, m, settings)
+    multiply.reads_image(launcher.get(bind, weight, dtype, m, IMAGE_STEM), image_bytes(m, weight.shape[1]))
+    return multiply
 
 
 def run(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, settings: Settings | None = None) -> None:
@@ -367,6 +381,7 @@ register(
         run=run,
         batch_invariant_to=MAX_M,
         describe=describe,
+        launch=launch_for,
         run_adapters=run_adapters,
         configurations=choices,
     )
