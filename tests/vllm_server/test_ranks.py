@@ -1,4 +1,4 @@
-"""A prequantised checkpoint on two tensor-parallel ranks, where vLLM alone raises."""
+"""A prequantised checkpoint on two tensor-parallel ranks, where vLLM alone raises; with an adapter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from server import clean_environment
-from vllm_model import LAYERS, MERGED, Answers
+from vllm_model import ADAPTERS, LAYERS, MERGED, Answers
 
 from halfbyte import open_checkpoint
 
@@ -25,7 +25,7 @@ def result(python: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -
     # one core for each rank; by itself vLLM wants a NUMA node for each
     environment = clean_environment() | {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
     done = subprocess.run(
-        [python, script, model, json.dumps(PROMPTS)],
+        [python, script, model, json.dumps(PROMPTS), model / ADAPTERS[0]],
         cwd=tmp_path_factory.mktemp("ranks"),
         env=environment,
         capture_output=True,
@@ -60,8 +60,10 @@ def test_every_weight_has_the_values_of_one_rank(result: dict[str, Any], model: 
 
 
 def test_answers_are_those_of_float64(result: dict[str, Any], answers: Answers) -> None:
-    for prompt, one in zip(PROMPTS, result["completions"], strict=True):
-        assert answers.distance("base", prompt, one["tokens"], one["logprobs"]) < NOISE
+    """Of the base, and of an adapter, whose A or B the ranks share."""
+    asked = [(name, prompt) for name in ("base", ADAPTERS[0]) for prompt in PROMPTS]
+    for (name, prompt), one in zip(asked, result["completions"], strict=True):
+        assert answers.distance(name, prompt, one["tokens"], one["logprobs"]) < NOISE
 
 
 def test_every_multiply_of_both_ranks_was_ours(result: dict[str, Any]) -> None:
