@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfbyte import ops, reference
 from halfbyte.formats import PackedWeight, quantize
+from halfbyte.kernels import shortcut
 from pretended_gpu import PretendedGpu, connect, use
 
 N, K = 64, 256
@@ -224,6 +226,19 @@ def test_tracing_and_transforms_see_it(known: Known) -> None:
     compiled = torch.compile(lambda x: op(x, parts, bias, *rest), fullgraph=True, backend="eager")
     for _ in range(2):
         reference.assert_within_contract(compiled(x), known.exact(bias=bias))
+
+
+def test_nothing_leads_where_it_could_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No words to compare, or words that stay the same whatever is switched on: then all goes to the dispatcher."""
+    _shortcut = pytest.importorskip("halfbyte.kernels._shortcut")
+    for words in (None, b"0" * 16):
+        monkeypatch.setattr(_shortcut, "keys", lambda: words)  # noqa: B023
+        operator = SimpleNamespace(_op="its own")
+        shortcut.lead(operator)
+        assert operator._op == "its own"
+    monkeypatch.undo()
+    different = object()  # another torch may keep its implementation elsewhere
+    shortcut.lead(different)
 
 
 def test_the_operator_keeps_its_place_in_dicts() -> None:

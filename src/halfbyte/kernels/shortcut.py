@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from threading import Thread
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch._C import DispatchKey
 
 from . import launch
 
+TABLE = "__dlpack_c_exchange_api__"  # of functions on tensors, which torch 2.10 and newer have
 DRIVER_FUNCTIONS = ("cuLaunchKernelEx", "cuCtxGetDevice", "cuStreamIsCapturing")
 
 
@@ -23,7 +24,7 @@ def connect(linear: Callable[..., Tensor], device: str = "cuda") -> Any | None:
 
     It can where a C++ compiler built it, torch has DLPack's exchange table (2.10 and newer) and there is a CUDA driver.
     """
-    exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+    exchange = getattr(Tensor, TABLE, None)
     if exchange is None:
         return None
     try:
@@ -43,24 +44,23 @@ def lead(operator: Any) -> None:
     Those that were seen before and that the dispatcher would pass straight on to a kernel are served there; that is how
     it is in a thread where nothing is switched on, inside inference mode or outside. All others go on as they would.
     To be called before anything keeps the operator in a dict: its hash changes. Does nothing where torch does not show
-    what is switched on.
+    what is switched on, or where `connect` cannot work.
     """
+    if not hasattr(Tensor, TABLE):
+        return
     try:
         from . import _shortcut
 
-        keys: Callable[[], bytes | None] = _shortcut.keys
-    except (ImportError, AttributeError):
+        with ThreadPoolExecutor(1) as thread:  # what is switched on belongs to a thread
+            plain, inference, *others = thread.submit(_key_sets, _shortcut.keys).result()
+        dispatched = operator._op
+        watching = (torch._C._is_torch_function_mode_enabled, torch.autograd._profiler_enabled)  # type: ignore[attr-defined]
+    except (ImportError, AttributeError):  # of these names of torch's, most are its own business
         return
-    seen: list[list[bytes | None]] = []
-    thread = Thread(target=lambda: seen.append(_key_sets(keys)))  # what is switched on belongs to a thread
-    thread.start()
-    thread.join()
-    plain, inference, *others = seen[0] if seen else [None, None]
-    if plain is None or inference is None or plain in others or inference in others or "_op" not in vars(operator):
+    if plain is None or inference is None or plain in others or inference in others:
         return
-    watching = (torch._C._is_torch_function_mode_enabled, torch.autograd._profiler_enabled)  # type: ignore[attr-defined]
     types = (Tensor, torch.nn.Parameter)
-    _shortcut.lead(operator._op, (plain, inference), watching, types, torch.is_grad_enabled, Tensor.is_neg)
+    _shortcut.lead(dispatched, (plain, inference), watching, types, torch.is_grad_enabled, Tensor.is_neg)
     operator._op = _shortcut.operate
 
 
