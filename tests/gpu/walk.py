@@ -21,7 +21,7 @@ DEVICE = torch.device(os.environ.get("HALFBYTE_TEST_DEVICE", "cuda"))
 PRESENT = DEVICE.type == "cpu" or torch.cuda.is_available()
 ARCH = arch_of(DEVICE) if PRESENT else "sm_90a"
 QUANTISED = ("nf4", "fp4", "q4_0", "q4_1", "mxfp4")  # by quantisers that take no time
-MANY = 16  # rows of x that a kernel takes which does not take a few
+MANY = (16, 130)  # rows of x that a kernel takes which does not take a few
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 KERNELS = {kernel.name: kernel for kernel in kernels() if kernel.backend == DEVICE.type}
 ALL = [(name, key) for name, kernel in KERNELS.items() for key in keys_of(kernel, ARCH)]
@@ -50,9 +50,9 @@ def serves(kernel: Kernel, key: str, dtype: torch.dtype, m: int, n: int, k: int)
 
 
 def rows_of(kernel: Kernel, key: str, dtype: torch.dtype, n: int, k: int, *ms: int) -> list[int]:
-    """Those of `ms` rows of x that the kernel takes; 16 for one that takes none of them, as it is for more."""
+    """Those of `ms` rows of x that the kernel takes; one of MANY for one that takes none of them, as it is for more."""
     served = [m for m in ms if serves(kernel, key, dtype, m, n, k)]
-    return served or ([MANY] if serves(kernel, key, dtype, MANY, n, k) else [])
+    return served or [m for m in MANY if serves(kernel, key, dtype, m, n, k)][:1]
 
 
 def weight_of(key: str, n: int, k: int, seed: int = 0) -> PackedWeight:

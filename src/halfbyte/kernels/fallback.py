@@ -28,8 +28,9 @@ def run_adapters(x: Tensor, weight: PackedWeight, bias: Tensor | None, expand: E
 
 
 def cost(problem: Problem) -> float:
-    """A dozen torch operations, and some 2 ns a weight on a CPU; on a GPU several passes over memory."""
-    return 2e-4 + problem.n * problem.k * (2e-9 if problem.arch == "cpu" else 5e-11)
+    """A dozen torch operations, and some 2 ns a weight on a CPU; on a GPU passes over memory, then fp32's rate."""
+    each = 2e-9 if problem.arch == "cpu" else 5e-11 + problem.m * 2 / 5e13
+    return 2e-4 + problem.n * problem.k * each
 
 
 register(
