@@ -31,7 +31,8 @@ static __device__ __noinline__ void prefetch_rows(const Expand& e, int m, int ro
         int slot = first + lane >= m ? -1 : e.index ? e.index[first + lane] : 0;
         if ((unsigned)slot >= (unsigned)e.slots) slot = -1;
         const int4 at = slot < 0 ? make_int4(0, 0, 0, 0) : e.table[slot];
-        unsigned left = __ballot_sync(~0u, slot >= 0 && __ffs(__match_any_sync(~0u, slot)) == lane + 1);    // each slot once
+        const unsigned alike = __match_any_sync(~0u, slot);    // asked by all lanes
+        unsigned left = __ballot_sync(~0u, slot >= 0 && __ffs(alike) == lane + 1);    // each slot once
         for (; left; left &= left - 1) {
             const int from = __ffs(left) - 1, place = __shfl_sync(~0u, at.z, from), stride = __shfl_sync(~0u, at.w, from);
             const char* begin = (const char*)e.b + ((long long)place * outputs + (long long)row0 * stride) * size;

@@ -88,13 +88,16 @@ struct Slots {
         const int found = p.index ? p.index[row0 + row] : 0;
         return (u32)found < (u32)p.slots ? found : -1;
     }
+    // Whether no lane before has this slot; all lanes ask.
+    static METHOD bool leads(int slot) { return __ffs(__match_any_sync(~0u, slot)) == (threadIdx.x & 31) + 1; }
+
     METHOD Slots(const Problem& p, int row0) {
         const int lane = threadIdx.x & 31, rows = min(CHUNK, p.m - row0);
         low = slot(p, lane, rows, row0), high = slot(p, lane + 32, rows, row0);
-        const u32 first = __ballot_sync(~0u, low > -2 && __ffs(__match_any_sync(~0u, low)) == lane + 1);
+        const u32 first = __ballot_sync(~0u, leads(low) && low > -2);
         u32 second = 0;
         if (rows > 32) {
-            bool fresh = high > -2 && __ffs(__match_any_sync(~0u, high)) == lane + 1;
+            bool fresh = leads(high) && high > -2;
             for (int i = 0; i < 32; ++i) fresh &= __shfl_sync(~0u, low, i) != high;
             second = __ballot_sync(~0u, fresh);
         }
