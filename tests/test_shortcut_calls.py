@@ -321,6 +321,18 @@ def test_calls_are_counted_in_both_ways(short: Shortcut) -> None:
     assert counts.totals()[0] == {"linear": {"codebook_mma": {"1": 1}}}
 
 
+def test_calls_are_counted_under_the_operator_that_they_came_by(short: Shortcut) -> None:
+    weight, x = make(), rand(1, K)
+    call(x, weight)
+    checked = ops.checked_weight(x, list(weight.parts.values()), "nf4-64", N, K)
+    counts.reset()
+    for operator, calls in (("gemm_4bit", 3), ("gemv_4bit", 2), ("linear", 1), ("another", 1)):
+        for _ in range(calls):
+            reference.assert_within_contract(checked.multiply(x, None, operator), reference.linear(x, weight))
+    served = {"gemm_4bit": 3, "gemv_4bit": 2, "linear": 1, "another": 1}
+    assert counts.totals()[0] == {name: {"codebook_mma": {"1": calls}} for name, calls in served.items()}
+
+
 def test_gradients_go_their_way(short: Shortcut) -> None:
     weight = make()
     x = rand(2, K, dtype=torch.float32).requires_grad_()

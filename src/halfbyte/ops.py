@@ -28,6 +28,7 @@ from .kernels import Kernel, Problem, shortcut
 from .kernels.registry import DTYPES
 from .plan import plan
 
+OPERATORS = ("linear", "gemm_4bit", "gemv_4bit")  # under whose names repeated calls are counted
 GRAD_CHUNK_VALUES = 1 << 22  # weights decoded at once in the backward pass: 16 MiB of fp32
 
 _library: Any = torch.library.Library("halfbyte", "DEF")  # type: ignore[no-untyped-call]
@@ -172,10 +173,8 @@ class CheckedWeight:
         spec = self.spec
         n, k = spec.n, spec.k
         if self._handle is not None:
-            again: Tensor | None = _shortcut.multiply(self._handle, x, bias)
+            again: Tensor | None = _shortcut.multiply(self._handle, x, bias, operator)  # it counts
             if again is not None:
-                m = again.numel() // n
-                counts.serve(operator, self.kernel(x.dtype, m).name, bucket(m))
                 return again
         flat = x.dim() == 2
         self.check_input("x", x, k)
@@ -212,8 +211,8 @@ class CheckedWeight:
             if self._handle is None:
                 views = tuple(self.packed.parts.values())
                 self._handle = _shortcut.weight(views, spec.key, spec.n, spec.k)
-            counter = counts.cell("linear", kernel.name, bucket(m))
-            _shortcut.remember(self._handle, x, m, ctypes.addressof(launch.record), launch, counter)
+            counters = {operator: counts.cell(operator, kernel.name, bucket(m)) for operator in OPERATORS}
+            _shortcut.remember(self._handle, x, m, ctypes.addressof(launch.record), launch, counters)
 
     def publish(self) -> None:
         """Let the operator's next call with these tensors take the shortcut."""

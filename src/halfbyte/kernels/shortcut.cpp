@@ -51,7 +51,8 @@ struct Call {
   PyObject* owner;  // keeps `launch`, and raises for it
   PyObject* torch_dtype;
   PyObject *sizes, *strides;  // of the output for x [m, k]
-  int64_t* counter;
+  PyObject* counters;  // a dict: operators -> addresses of an int64 each
+  int64_t* counter;    // of "linear"
 };
 
 struct Part {
@@ -213,7 +214,8 @@ int start(const Launch& launch, const Operands& operands, void* stream, bool ear
 }
 
 // out = x times the weight, plus bias. Null with an exception set, or null without one where Python must see to it.
-PyObject* multiply_known(Weight* weight, PyObject* x_object, PyObject* bias_object, bool counted) {
+// operation: under which name the call is counted; null for "linear".
+PyObject* multiply_known(Weight* weight, PyObject* x_object, PyObject* bias_object, PyObject* operation) {
   DLTensor x, bias, out, image;
   int64_t m, stride;
   if (!read(x_object, &x) || !(x.device == weight->device) || !as_rows(x, weight->k, &m, &stride)) return nullptr;
@@ -222,6 +224,12 @@ PyObject* multiply_known(Weight* weight, PyObject* x_object, PyObject* bias_obje
     if (call.m == m && call.dtype == x.dtype) found = &call;
   if (found == nullptr) return nullptr;
   const Call call = *found;  // the list may grow while the lock is let go
+  int64_t* counter = call.counter;
+  if (operation != nullptr) {
+    PyObject* address = PyDict_GetItem(call.counters, operation);
+    if (address == nullptr) return nullptr;
+    counter = static_cast<int64_t*>(PyLong_AsVoidPtr(address));
+  }
   const Launch& launch = *call.launch;
   const Launch& first = launch.image != nullptr ? *launch.image : launch;
   const uint64_t row_bytes = m > 1 ? stride * (x.dtype.bits / 8) : 0;
@@ -263,7 +271,7 @@ PyObject* multiply_known(Weight* weight, PyObject* x_object, PyObject* bias_obje
   if (error == 0) error = start(launch, operands, stream, early);
   PyEval_RestoreThread(state);
   if (error == 0) {
-    if (counted) ++*call.counter;
+    ++*counter;
   } else {
     Py_DECREF(result);
     result = nullptr;
@@ -289,6 +297,7 @@ void end_weight(PyObject* capsule) {
     Py_DECREF(call.torch_dtype);
     Py_DECREF(call.sizes);
     Py_DECREF(call.strides);
+    Py_DECREF(call.counters);
   }
   for (const Part& part : weight->parts) Py_XDECREF(part.plain);
   delete weight;
@@ -370,10 +379,17 @@ PyObject* publish(PyObject*, PyObject* capsule) {
 bool fits(const Launch& launch) { return launch.count <= MAX_PARAMETERS && launch.call_bytes <= MAX_CALL_BYTES; }
 
 PyObject* remember(PyObject*, PyObject* arguments) {
-  PyObject *capsule, *x_object, *owner;
+  PyObject *capsule, *x_object, *owner, *counters;
   long long m;
-  unsigned long long launch, counter;
-  if (!PyArg_ParseTuple(arguments, "OOLKOK", &capsule, &x_object, &m, &launch, &owner, &counter)) return nullptr;
+  unsigned long long launch;
+  if (!PyArg_ParseTuple(arguments, "OOLKOO!", &capsule, &x_object, &m, &launch, &owner, &PyDict_Type, &counters))
+    return nullptr;
+  PyObject* address = PyDict_GetItemString(counters, "linear");
+  void* counter = address == nullptr ? nullptr : PyLong_AsVoidPtr(address);
+  if (counter == nullptr) {
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "remember: no counter for 'linear'");
+    return nullptr;
+  }
   Weight* weight = weight_of(capsule);
   if (weight == nullptr) return nullptr;
   const auto* known = reinterpret_cast<const Launch*>(launch);
@@ -392,15 +408,17 @@ PyObject* remember(PyObject*, PyObject* arguments) {
     return nullptr;
   }
   Py_INCREF(owner);
-  weight->calls.push_back({x.dtype, m, known, owner, torch_dtype, sizes, strides, reinterpret_cast<int64_t*>(counter)});
+  Py_INCREF(counters);
+  weight->calls.push_back(
+      {x.dtype, m, known, owner, torch_dtype, sizes, strides, counters, static_cast<int64_t*>(counter)});
   Py_RETURN_NONE;
 }
 
 PyObject* multiply(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 3) return refuse_count("multiply");
+  if (count != 4) return refuse_count("multiply");
   Weight* weight = weight_of(arguments[0]);
   if (weight == nullptr) return nullptr;
-  PyObject* result = multiply_known(weight, arguments[1], arguments[2], false);
+  PyObject* result = multiply_known(weight, arguments[1], arguments[2], arguments[3]);
   if (result == nullptr && !PyErr_Occurred()) Py_RETURN_NONE;
   return result;
 }
@@ -427,7 +445,7 @@ Weight* find(PyObject* parts, PyObject* format, PyObject* n, PyObject* k) {
 PyObject* linear(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (count != 6 || exchange == nullptr) return refuse_count("linear");
   if (Weight* weight = find(arguments[1], arguments[3], arguments[4], arguments[5])) {
-    PyObject* result = multiply_known(weight, arguments[0], arguments[2], true);
+    PyObject* result = multiply_known(weight, arguments[0], arguments[2], nullptr);
     if (result != nullptr || PyErr_Occurred()) return result;
   }
   return PyObject_CallFunctionObjArgs(in_python, arguments[0], arguments[1], arguments[2], arguments[3], arguments[4],
@@ -517,7 +535,7 @@ PyObject* operate(PyObject*, PyObject* const* arguments, Py_ssize_t count, PyObj
       if (Weight* weight = find(parts, arguments[3], arguments[4], arguments[5])) {
         PyObject *held = weight->capsule, *result = nullptr;
         Py_INCREF(held);
-        if (ordinary_parts(weight, parts)) result = multiply_known(weight, x, bias, true);
+        if (ordinary_parts(weight, parts)) result = multiply_known(weight, x, bias, nullptr);
         Py_DECREF(held);
         if (result != nullptr || PyErr_Occurred()) return result;
       }
@@ -592,8 +610,8 @@ PyMethodDef methods[] = {
     {"connect", connect, METH_VARARGS, "connect(exchange table, linear in Python, allocator, torch.uint8, size of launch.Record, three functions of the driver)"},
     {"weight", make_weight, METH_VARARGS, "weight(views of its parts, format key, n, k): a handle"},
     {"publish", publish, METH_O, "publish(handle): let `linear` find it by the address of its codes"},
-    {"remember", remember, METH_VARARGS, "remember(handle, x, m, address of a launch.Record, its owner, counter)"},
-    {"multiply", fast(multiply), METH_FASTCALL, "multiply(handle, x, bias): the product, or None if not remembered"},
+    {"remember", remember, METH_VARARGS, "remember(handle, x, m, address of a launch.Record, its owner, counters)"},
+    {"multiply", fast(multiply), METH_FASTCALL, "multiply(handle, x, bias, operator): the product, or None if not remembered"},
     {"linear", fast(linear), METH_FASTCALL, "linear(x, parts, bias, format key, n, k): the operator on a GPU"},
     {"keys", keys, METH_NOARGS, "keys(): what this thread adds to and leaves out of a dispatch, 16 bytes; None if unknown"},
     {"lead", lead, METH_VARARGS, "lead(operator, keys, watching functions, types, grad enabled, is negated): for `operate`"},
