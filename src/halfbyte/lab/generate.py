@@ -2,9 +2,9 @@
 
 One model in the shapes of a real one, its weights random and quantised by bitsandbytes, in arms that take turns in one
 process: bitsandbytes, bitsandbytes once more (whatever that differs by is noise), halfbyte by its switch, and if asked
-for halfbyte by `halfbyte.optimize`. Each arm is a model object of its own, as compiled code and captured CUDA graphs
-keep the kernels that they were made with: an arm that shared them with another would measure that other one. On a GPU
-the arms share the weights' memory.
+for halfbyte by `halfbyte.optimize`. bitsandbytes' two arms are one model object, each other arm is one of its own, as
+compiled code and captured CUDA graphs keep the kernels that they were made with: an arm that shared them with another
+would measure that other one. On a GPU the arms share the weights' memory.
 """
 
 from __future__ import annotations
@@ -183,11 +183,11 @@ def build(shape: str, device: torch.device, dtype: torch.dtype, nested: bool, la
 
 
 def make_arms(model: Any, optimized: bool = False) -> list[Arm]:
-    """bitsandbytes, the same again, halfbyte, and perhaps halfbyte's layers; each with a model object of its own."""
-    theirs = f"bitsandbytes {version('bitsandbytes')}"
+    """bitsandbytes, the same again, halfbyte, and perhaps halfbyte's layers; halfbyte's with models of their own."""
+    theirs, theirs_name = twin(model), f"bitsandbytes {version('bitsandbytes')}"
     arms = [
-        Arm(theirs, twin(model), False),
-        Arm(f"{theirs} again", twin(model), False),
+        Arm(theirs_name, theirs, False),
+        Arm(f"{theirs_name} again", theirs, False),
         Arm("halfbyte", twin(model), True),
     ]
     if optimized:
