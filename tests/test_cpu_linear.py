@@ -263,6 +263,27 @@ def test_contract_whatever_a_row_of_x_holds(key: str, kind: str, isa: str) -> No
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("magnitude", [1e35, 1e-35])
+def test_scales_near_the_ends_of_the_range(magnitude: float, isa: str) -> None:
+    weight = random_weight("nf4-64", 160, 512, seeded(29))
+    parts = {**weight.parts, "absmax": weight.parts["absmax"] * magnitude}
+    weight = PackedWeight(weight.format, weight.shape, parts)
+    x = torch.randn(3, 512, generator=seeded(30)).bfloat16()
+    x[1] *= 1e3 if magnitude < 1 else 1e2
+    reference.assert_within_contract(call(isa, x, weight), reference.linear(x, weight), isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("m", [512, 513])
+def test_as_many_rows_as_amx_takes_and_one_more(m: int, isa: str) -> None:
+    weight = random_weight("nf4-64", 72, 192, seeded(31))
+    x = torch.randn(m, 192, generator=seeded(32)).bfloat16()
+    bias = torch.randn(72, generator=seeded(33))
+    out = call(isa, x, weight, bias)
+    reference.assert_within_contract(out, reference.linear(x, weight, bias), isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
 def test_nan_stays_in_its_row(isa: str) -> None:
     weight = random_weight("nf4-64", 192, 512, seeded(27))
     x = torch.randn(5, 512, generator=seeded(28)).bfloat16()

@@ -1,9 +1,11 @@
 // INTEGERS: bf16 activations on AVX-512 with VNNI. The codebook as 16-bit integers and x as 14-bit ones meet in
 // `vpdpwssd`, two weights a lane and instruction; sums over the eight weights of a lane are exact in int32, and from
 // there on it is UNITS. A codebook of whole numbers is exact, NF4 keeps 16 bits. x has one power of two a lane and unit:
-// what is rounded is at most 2^-13 of the largest of eight values, so that the error stays below 2e-4 of the row of x,
+// what is rounded is at most 2^-13 of the largest of eight values, so that the error is 2e-4 of the row of x at most,
 // whatever is in it (a quarter of what the contract leaves for bf16 outputs, and too much for fp16).
 #pragma once
+#include <cmath>
+
 #include "kernel.hpp"
 
 namespace halfbyte::HB_ISA {
@@ -57,7 +59,7 @@ inline void plan_integers(Job &job) {
     const HbWeight &w = *job.weight;
     if (job.path != UNITS || job.call->dtype != HB_BF16 || w.n < FEWEST_N) return;
     job.path = INTEGERS;
-    job.divisor = integer_table(w.codebook, job.table);
+    job.divisor = std::frexp(integer_table(w.codebook, job.table), &job.exponent);
     for (int v = 0; v < WORDS; ++v)
         for (int word = 0; word < 32; ++word) job.order[v * 32 + word] = element_at(w, 2 * word + v / 2, v % 2);
     job.stride += Simd::LANES - 64;  // half as many floats for x, and the lanes' scales
@@ -75,10 +77,10 @@ inline void write_integers(const Job &job, const float *x, const __m512i *places
         most = _mm512_max_ps(most, _mm512_abs_ps(values[i]));
     }
     // lanes of zeros, and values too small to matter, keep the arithmetic among normal numbers
-    const __m512 exponent = _mm512_max_ps(_mm512_getexp_ps(most), _mm512_set1_ps(-100));
+    const __m512 exponent = _mm512_max_ps(_mm512_getexp_ps(most), _mm512_set1_ps(-96));
     const __m512 up = _mm512_sub_ps(_mm512_set1_ps(X_EXPONENT), exponent);
-    const __m512 scale = _mm512_scalef_ps(_mm512_set1_ps(1), _mm512_sub_ps(exponent, _mm512_set1_ps(X_EXPONENT)));
-    _mm512_storeu_ps(out + 64, scale);
+    const __m512 scale = _mm512_scalef_ps(_mm512_set1_ps(1), _mm512_sub_ps(_mm512_setzero_ps(), up));
+    _mm512_storeu_ps(out + 64, _mm512_scalef_ps(scale, _mm512_set1_ps(float(-job.exponent))));
     __m512i sums[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
     for (int v = 0; v < WORDS; ++v) {
         const __m512i even = _mm512_cvtps_epi32(_mm512_scalef_ps(values[2 * v], up));

@@ -23,8 +23,9 @@ struct Job {
     int32_t stride;     // UNITS: floats of x a unit and row: 128 and, with offsets, their sums by lane
     int32_t order[128]; // UNITS: element of the unit at each place; COLUMNS: element of the octet at each nibble
     int32_t picks[4][16];  // UNITS: by group and lane, which of the unit's scales
-    float table[16];    // UNITS: the codebook; INTEGERS: 32 words, it times `divisor`
-    float divisor;      // out of every output: 1 but for INTEGERS
+    float table[16];    // UNITS: the codebook; INTEGERS: 32 words, it times divisor * 2^exponent
+    float divisor;      // out of every output, [0.5, 1): sums overflow only where outputs do; 1 but for INTEGERS
+    int32_t exponent;   // INTEGERS: in the scales of x
     float *x;
     float *factor;      // by row of x: a power of two taken out of rows near the ends of fp32's range, else 1
     uint8_t *special;   // by row of x: holds NaN or infinity
