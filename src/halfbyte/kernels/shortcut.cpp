@@ -193,24 +193,45 @@ struct Operands {
   int32_t m, bias_is_fp32;
 };
 
-// Returns what the driver does. Needs no lock: its arguments are its own.
-int start(const Launch& launch, const Operands& operands, void* stream, bool early) {
-  alignas(16) char values[MAX_CALL_BYTES];
+// A launch with arguments of its own, so that the driver can be called without the lock.
+class Start {
+ public:
+  Start(const Launch& launch, const Operands& operands, void* stream, bool early)
+      : function(launch.function), config(launch.config) {
+    std::memcpy(parameters, launch.parameters, launch.count * sizeof(void*));
+    std::memcpy(values, parameters[launch.count - 1], launch.call_bytes);
+    parameters[launch.count - 1] = values;
+    set(launch.x, operands.x);
+    set(launch.bias, operands.bias);
+    set(launch.out, operands.out);
+    set(launch.x_stride, operands.stride);
+    set(launch.m, operands.m);
+    set(launch.bias_is_fp32, operands.bias_is_fp32);
+    config.stream = stream;
+    config.count = early && config.attributes != nullptr ? 1 : 0;
+  }
+  Start(const Start&) = delete;
+  int operator()() { return launch_kernel(&config, function, parameters, nullptr); }
+
+ private:
+  template <class Value>
+  void set(int32_t at, Value value) {
+    std::memcpy(values + at, &value, sizeof value);
+  }
+
+  void* function;
+  LaunchConfig config;
   void* parameters[MAX_PARAMETERS];
-  std::memcpy(parameters, launch.parameters, launch.count * sizeof(void*));
-  std::memcpy(values, parameters[launch.count - 1], launch.call_bytes);
-  parameters[launch.count - 1] = values;
-  const auto set = [&values](int32_t at, auto value) { std::memcpy(values + at, &value, sizeof value); };
-  set(launch.x, operands.x);
-  set(launch.bias, operands.bias);
-  set(launch.out, operands.out);
-  set(launch.x_stride, operands.stride);
-  set(launch.m, operands.m);
-  set(launch.bias_is_fp32, operands.bias_is_fp32);
-  LaunchConfig config = launch.config;
-  config.stream = stream;
-  config.count = early && config.attributes != nullptr ? 1 : 0;
-  return launch_kernel(&config, launch.function, parameters, nullptr);
+  alignas(16) char values[MAX_CALL_BYTES];
+};
+
+// Lets the lock go meanwhile. Returns what the driver does.
+int unlocked(Start* first, Start* second) {
+  PyThreadState* state = PyEval_SaveThread();
+  int error = (*first)();
+  if (error == 0 && second != nullptr) error = (*second)();
+  PyEval_RestoreThread(state);
+  return error;
 }
 
 // out = x times the weight, plus bias. Null with an exception set, or null without one where Python must see to it.
@@ -262,14 +283,16 @@ PyObject* multiply_known(Weight* weight, PyObject* x_object, PyObject* bias_obje
   const int32_t rows = static_cast<int32_t>(m);
   Operands operands = {x.data, biased ? bias.data : nullptr, out.data, stride, rows, biased && bias.dtype == FP32};
   const bool early = launch.config.attributes != nullptr && settled(weight, stream);
-  PyThreadState* state = PyEval_SaveThread();
-  int error = 0;
+  int error;
   if (launch.image != nullptr) {
-    error = start(*launch.image, {x.data, nullptr, image.data, stride, rows, 0}, stream, true);
     operands.x = image.data;
+    Start laying(first, {x.data, nullptr, image.data, stride, rows, 0}, stream, true);
+    Start multiplying(launch, operands, stream, early);
+    error = unlocked(&laying, &multiplying);
+  } else {
+    Start multiplying(launch, operands, stream, early);
+    error = unlocked(&multiplying, nullptr);
   }
-  if (error == 0) error = start(launch, operands, stream, early);
-  PyEval_RestoreThread(state);
   if (error == 0) {
     ++*counter;
   } else {
