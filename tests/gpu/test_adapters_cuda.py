@@ -12,6 +12,8 @@ from halfbyte.adapters import Adapter, AdapterPool, linear_with_adapters, pack, 
 from halfbyte.counters import counts
 from halfbyte.device import arch_of
 from halfbyte.formats import quantize
+from halfbyte.kernels import Problem
+from halfbyte.plan import plan
 
 pytestmark = [
     pytest.mark.gpu,
@@ -186,7 +188,9 @@ def test_the_kernels_fold_them(dtype, m):
     counts.reset()
     out = linear_with_adapters(x, weight, None, listed, index.to("cuda"))
     (label,) = counts.totals()[0]["linear_adapters"]
-    assert label == ("codebook_mma" if m <= 8 else "codebook_wgmma")
+    planned = plan(Problem(weight.format, dtype, m, n, K, "sm_90a")).kernel.name
+    assert label == planned
+    assert planned in ("codebook_mma", "codebook_wgmma")
     reference.assert_within_contract(out, reference.linear(x, weight, None, listed, index))
     in_pool = torch.where(index < 0, -1, slots[index.clamp(0)]).to("cuda")
     assert torch.equal(linear_with_adapters(x, weight, None, pool, in_pool), out), "padded ranks, other places"
