@@ -7,7 +7,8 @@ usage: python benchmarks/engine.py make DIR [--layers 8] [--adapters 8] [--rank 
 `make` writes a Llama of random weights in the layer shapes of a 24B model (bf16; vLLM quantises it to NF4 while it
 loads), and LoRA adapters in DIR/adapters. `run` starts engines, named by arm and number of adapters, all at once, so
 that their minute of start-up is paid once; then one engine works at a time, in the order plain, halfbyte, halfbyte,
-plain for each number of users. What two runs of one arm differ by is the noise. `serve.py` asks whole servers instead.
+plain for each number of users. What two runs of one arm differ by is the noise. The arm `beside` is halfbyte with
+vLLM's own LoRA kernels beside it, to see what folding adapters gains. `serve.py` asks whole servers instead.
 
 Every request decodes --tokens tokens after a prompt of 32, requests taking the adapters in turn. --profile: numbers of
 users for which a decode step's GPU time, by kernel, goes to FILE.profile.json beside the rows. --boot: the seconds that
@@ -31,8 +32,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-PLAIN, OURS = "plain", "halfbyte"
-ORDER = (PLAIN, OURS, OURS, PLAIN)
+PLAIN, OURS, BESIDE = "plain", "halfbyte", "beside"
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PROMPT = 32
 PROBES, PROBE_TOKENS = 16, 16  # requests whose answers are compared, and the answers' length
@@ -135,11 +135,17 @@ def serve_engine(model: Path, arm: str, adapters: int, users: int, answers: int,
     start = time.perf_counter()
     while not (model / "config.json").exists():
         time.sleep(0.2)
-    if arm == OURS:
+    if arm != PLAIN:
+        from halfbyte.integrations import vllm_lora
         from halfbyte.integrations.vllm import register
 
+        if arm == BESIDE:
+            vllm_lora.enable = lambda *arguments: None
         register()
     from vllm import LLM
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda function: function()  # a second import of vLLM would take 20 seconds
 
     options: dict[str, Any] = {}
     if adapters:
@@ -257,7 +263,7 @@ class Child:
         words = [sys.executable, __file__, "engine", str(settings.model), "--arm", arm, "--adapters", str(adapters)]
         words += ["--users", str(max(settings.users)), "--answers", str(writer), *["--eager"] * settings.eager]
         environment = dict(os.environ)
-        environment["HALFBYTE_DISABLE"] = "0" if arm == OURS else "1"
+        environment["HALFBYTE_DISABLE"] = "1" if arm == PLAIN else "0"
         for name in ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):  # as on machines of their own
             environment[name] = f"/tmp/halfbyte-engine/{self.name}/{name.lower()}"
         with self.log.open("w") as log:
@@ -331,7 +337,10 @@ def measure(settings: Settings, pair: Mapping[str, Child], shared: Mapping[str, 
     """Rows of the arms that started, each number of users as soon as it is done."""
     answers = {arm: child.ask("answers") for arm, child in pair.items()}
     again = pair[PLAIN].ask("answers") if PLAIN in pair else None
-    order = [arm for i in range(settings.rounds) for arm in (ORDER if i % 2 == 0 else ORDER[::-1]) if arm in pair]
+    labels = {PLAIN: f"bitsandbytes {shared['bitsandbytes']}", OURS: f"halfbyte {shared['halfbyte']}"}
+    labels[BESIDE] = f"{labels[OURS]}, adapters by vllm {shared['vllm']}"
+    there = list(pair)
+    order = (there + there[::-1]) * settings.rounds  # A, B, B, A, …
     for users in settings.users:
         for child in pair.values():
             child.ask("time", users=users, tokens=8, seed=0)
@@ -345,7 +354,7 @@ def measure(settings: Settings, pair: Mapping[str, Child], shared: Mapping[str, 
             row = {
                 "suite": "serve",
                 **shared,
-                "kernel": f"{OURS} {shared['halfbyte']}" if arm == OURS else f"bitsandbytes {shared['bitsandbytes']}",
+                "kernel": labels[arm],
                 "format": "nf4-64",
                 "nested": False,  # vLLM expands the scales when it loads
                 "dtype": "bf16",
@@ -362,7 +371,7 @@ def measure(settings: Settings, pair: Mapping[str, Child], shared: Mapping[str, 
                 "spread": (max(speeds) - min(speeds)) / middle,
                 "runs": speeds,
                 **(distance(answers[PLAIN], compared) if PLAIN in answers and compared else {}),
-                "counters": child.ask("counters") if arm == OURS else None,
+                "counters": None if arm == PLAIN else child.ask("counters"),
             }
             brief = f"{row['tokens_per_s']:.0f} tokens/s, {row['tpot_ms']:.3f} ms a step, spread {row['spread']:.1%}"
             print(f"{child.name}: {users} users: {brief}", flush=True)
@@ -414,7 +423,7 @@ def numbers(text: str) -> list[int]:
 def engines(text: str) -> list[tuple[str, int]]:
     """Arms and numbers of adapters."""
     found = [word.rpartition("-") for word in text.split(",")]
-    if any(arm not in (PLAIN, OURS) for arm, _, _ in found):
+    if any(arm not in (PLAIN, OURS, BESIDE) for arm, _, _ in found):
         raise ValueError(f"engines are named {PLAIN}-0, {OURS}-8 and the like, not {text}")
     return [(arm, int(adapters)) for arm, _, adapters in found]
 

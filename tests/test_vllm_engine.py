@@ -66,7 +66,7 @@ def test_rows_have_medians_noise_and_answers(tmp_path: Path) -> None:
         engine.OURS: FakeChild(engine.OURS, [1.0, 1.0], [1, 2, 4], log),
     }
     plain, ours = engine.measure(settings, pair, ABOUT)
-    assert log == list(engine.ORDER)
+    assert log == [engine.PLAIN, engine.OURS, engine.OURS, engine.PLAIN]
     assert plain["runs"] == [64.0, 51.2]
     assert plain["tokens_per_s"] == pytest.approx(57.6)
     assert plain["spread"] == pytest.approx(12.8 / 57.6)
