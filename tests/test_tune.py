@@ -302,6 +302,25 @@ def test_every_tunable_kernel_lists_its_own_choice_first() -> None:
                     assert chosen(wanted) == kernel.describe(wanted)
 
 
+SHIPPED = sorted((Path(tuner.__file__).parent / "tuned").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_what_ships_was_measured_and_is_used(path: Path) -> None:
+    """Each entry is of a configuration that its kernel still lists, with where and when it was measured."""
+    names = {kernel.name: kernel for kernel in registry.kernels()}
+    entries = read(path)
+    assert entries
+    for each in entries.values():
+        wanted = Problem(get_format(each.format), registry.DTYPE_NAMES[each.dtype], each.M, each.N, each.K, path.stem)
+        assert key_of(wanted) == each.key
+        assert tuner._usable(entries, wanted, names[each.kernel]) == each, each
+        assert each.device
+        assert each.commit
+        assert each.date
+        assert 0 < each.us <= (each.runner_up_us or inf)
+
+
 def splitting(kernel: Kernel) -> Kernel:
     """With a fault: more tiles add up in another order."""
 

@@ -79,7 +79,7 @@ def test_the_library_is_in_and_its_sources_are_not(wheel: Path) -> None:
     assert {name for name in names if name.endswith((".so", ".dylib"))} == native
     assert not [name for name in names if name.endswith((".cpp", ".hpp", ".pyc"))]
     package = SOURCES / "src"
-    kinds = (".py", ".cu", ".html", ".css", ".js")
+    kinds = (".py", ".cu", ".cuh", ".json", ".html", ".css", ".js")
     tracked = [path.relative_to(package).as_posix() for path in package.rglob("*") if path.suffix in kinds]
     assert set(tracked) <= set(names)
     assert "halfbyte/py.typed" in names

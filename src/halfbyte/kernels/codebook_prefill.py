@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from itertools import accumulate
 from math import ceil
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -213,11 +214,13 @@ def multiply(launcher: Launcher, x: Tensor, weight: PackedWeight, bias: Tensor |
     """`run`, cut as it is told."""
     (n, k), dtype, terms = weight.shape, x.dtype, TERMS[x.dtype]
     wide = n % 8 == 0 and out.data_ptr() % 16 == 0
-    decode, lay_out, end = (launcher.get(bind, weight, dtype, 1, (stem, wide)) for stem in (STEM, X_STEM, Y_STEM))
+    steps = (launcher.get(bind, weight, dtype, 1, (stem, wide)) for stem in (STEM, X_STEM, Y_STEM))
+    decode, lay_out, end = (cast("Step", step) for step in steps)
     stream, most_blocks = launcher.stream(), Y_BLOCKS * codebook.device_of(launcher.index)[1]
-    w_part, x_part, sums_part, w_exponents, x_exponents = torch.empty(
-        workspace_bytes(dtype, each, k), dtype=torch.uint8, device=x.device
-    ).split(_sizes(dtype, each, k))
+    workspace = torch.empty(workspace_bytes(dtype, each, k), dtype=torch.uint8, device=x.device)
+    ends = accumulate(_sizes(dtype, each, k))
+    parts = [workspace[end - size : end] for end, size in zip(ends, _sizes(dtype, each, k), strict=True)]
+    w_part, x_part, sums_part, w_exponents, x_exponents = parts
     item = x.element_size()
     pointers: dict[str, Any] = {"bias": None, "bias_is_fp32": 0, "bias_stride": 0}
     exponents = {"w_exponents": w_exponents.data_ptr(), "x_exponents": x_exponents.data_ptr()}
