@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from dataclasses import replace
 from functools import reduce
 from math import ceil
 from typing import Any
@@ -70,15 +69,6 @@ def of_wgmma(config: Config, k: int, units: int) -> Chains:
     return chains
 
 
-def tiles_of(config: Config, n: int, block: int, blocks: int) -> list[int]:
-    """tile_of and beyond of codebook_wgmma.cu: the tiles of a block, which may lie beyond N where another's does not."""
-    tile, found = block // config.CLUSTER, []
-    while tile // config.X_CLUSTER * config.X_CLUSTER * config.rows < n:
-        found.append(tile)
-        tile += blocks // config.CLUSTER
-    return found
-
-
 @pytest.fixture
 def bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches can be made without a GPU, and not be launched."""
@@ -111,14 +101,11 @@ def test_every_row_and_unit_is_someones_once_and_pieces_are_teams(n: int, k: int
             assert of_wgmma(config, k, launch._call.units) == wanted
             blocks = launch.record.config.grid[0]
             assert blocks <= MULTIPROCESSORS
-            assert blocks % config.blocks == 0
-            walked = [tiles_of(config, n, block, blocks) for block in range(0, blocks, config.CLUSTER)]
-            tiles = sorted(tile for tiles in walked for tile in tiles if tile * config.rows < n)
-            assert tiles == list(range(ceil(n / config.rows)))
-            for first in range(0, len(walked), config.X_CLUSTER):
-                together = walked[first : first + config.X_CLUSTER]
-                assert together[0], "no cluster has nothing to do"
-                assert len({len(tiles) for tiles in together}) == 1, "blocks that share x need the same of it"
+            clusters, rest = divmod(blocks, config.CLUSTER)
+            assert rest == 0
+            tiles = [tile for cluster in range(clusters) for tile in range(cluster, ceil(n / config.rows), clusters)]
+            assert sorted(tiles) == list(range(ceil(n / config.rows)))
+            assert clusters <= len(tiles), "no cluster has nothing to do"
 
 
 def row_of(g: int) -> int:
@@ -156,24 +143,6 @@ def test_every_output_is_read_where_its_sum_was_put(m: int) -> None:
             read[row, column] = sum_at(row // 64, column // 8 * 4 + (row >> 3 & 1) * 2 + (column & 1), lane_of)
         assert read == put
         assert sorted(put.values()) == list(range(rows * columns))
-
-
-@pytest.mark.parametrize("m", [16, 32, 64])
-def test_passed_sums_have_places_of_their_own(m: int) -> None:
-    """passed_at of codebook_wgmma.cu, between the sums of pieces and the nested map."""
-    for config in distinct(all_configurations(5120, 32768, m), "ROW_GROUPS", "UNIT_GROUPS"):
-        passed, sums = config.passed_sums, config.COLUMNS // 2
-        assert sums % passed == 0, "all sums go in whole turns"
-        places = [
-            unit_group * config.ROW_GROUPS * passed * 128 + (row_group * passed + i) * 128 + thread
-            for unit_group in range(config.UNIT_GROUPS - 1)
-            for row_group in range(config.ROW_GROUPS)
-            for i in range(passed)
-            for thread in range(128)
-        ]
-        assert places == list(range(len(places)))
-        without = replace(config, UNIT_GROUPS=1).shared_bytes
-        assert config.shared_bytes - without == 4 * len(places)
 
 
 def fold(parts: list[Tensor]) -> Tensor:

@@ -149,7 +149,7 @@ SERVED_SHAPES = (  # those of the targets for batches
     *((6144, 5120), (5120, 4096), (65536, 5120), (5120, 32768), (16384, 16384)),
     *((4096, 14336), (14336, 4096), (12288, 4096), (4096, 4096)),
 )
-CHOICES = ("ROW_GROUPS", "UNIT_GROUPS", "COLUMNS", "CLUSTER", "RANKS", "X_TYPE", "BLOCK", "SCALE_KIND")
+CHOICES = ("ROW_GROUPS", "UNIT_GROUPS", "COLUMNS", "BLOCK", "X_TYPE", "CLUSTER", "RANKS", "SCALE_KIND")
 REGISTERS = 65536  # of a multiprocessor
 SHARED = 227 << 10  # bytes that a block may have
 
@@ -160,7 +160,7 @@ def wgmma_configurations() -> list[codebook_wgmma.Config]:
     for key in ("nf4", "nf4-32", "nf4-64-nested", "mxfp4"):
         format = get_format(key)
         for dtype, m, (n, k) in [
-            (dtype, m, shape) for dtype in (BF16, FP16) for m in (16, 32) for shape in SERVED_SHAPES
+            (dtype, m, shape) for dtype in (BF16, FP16) for m in (16, 32, 64) for shape in SERVED_SHAPES
         ]:
             side = not codebook.copies_fp32(format, k, codebook_wgmma.ARCH)
             found |= dict.fromkeys(codebook_wgmma.configurations(format, dtype, m, n, k, 132, side))
@@ -172,8 +172,10 @@ def covering(configs: Sequence[codebook_wgmma.Config]) -> list[codebook_wgmma.Co
 
     def met(config: codebook_wgmma.Config) -> set[tuple[tuple[str, int], ...]]:
         chosen = [(name, getattr(config, name)) for name in CHOICES]
-        heavy = config.COLUMNS == 32 and config.X_TYPE == 1  # sums of 32 rows of bf16: how they are cut, and all scales
-        return set(combinations(chosen, 2)) | ({tuple(chosen[i] for i in (0, 1, 6, 7))} if heavy else set())
+        heavy = (
+            config.COLUMNS >= 32 and config.X_TYPE == 1
+        )  # sums of many rows of bf16: how they are cut, and all scales
+        return set(combinations(chosen, 2)) | ({tuple(chosen[i] for i in (0, 1, 2, 3, 7))} if heavy else set())
 
     left = set().union(*map(met, configs))
     found = []
@@ -198,6 +200,8 @@ def test_wgmma_has_no_local_memory_and_the_widths_meant(config: codebook_wgmma.C
     code, resources = sass.disassemble(cubin), sass.resources(cubin)
     loop, all_of_it = sass.count(code.main_loop()), sass.count(code.instructions)
     assert not code.local_memory()
+    shapes = {sass.opcode(line).split(".")[1] for line in code.main_loop() if "HGMMA" in sass.opcode(line)}
+    assert shapes == {f"64x{config.COLUMNS}x16"}, "all rows of x at once"
     units, rest = divmod(loop["HGMMA"], 4)  # of 64 rows and 64 k, which take four
     assert units in (4 // config.UNIT_GROUPS, 8 // config.UNIT_GROUPS), "a stage's, or two stages' by turns"
     assert rest == 0
@@ -242,7 +246,7 @@ def test_wgmma_configurations_fit() -> None:
 
 
 @pytest.mark.parametrize("block", [32, 64])
-@pytest.mark.parametrize("columns", [16, 32])
+@pytest.mark.parametrize("columns", [16, 32, 64])
 @pytest.mark.parametrize("x_type", [0, 1])
 def test_laying_x_out_takes_little_beside_the_multiply(x_type: int, columns: int, block: int) -> None:
     macros = {"COLUMNS": columns, "BLOCK": block, "X_TYPE": x_type, "OVERLAP": 1}

@@ -16,7 +16,7 @@ from kernel_fuzz import kernel_named
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cuda", reason="about CUDA")
 BF16, FP16 = torch.bfloat16, torch.float16
-MS = (9, 15, 16, 17, 31, 32, 33, 64)
+MS = (9, 15, 16, 17, 31, 32, 33, 48, 64)
 UNIT = codebook_wgmma.UNIT  # of K, of which a row of x gets a power of two of its own
 SHAPES = (
     (300, 576),
@@ -111,17 +111,17 @@ def test_large_layers_have_those_bits_and_keep_the_contract(key: str, dtype: tor
         reference.assert_within_contract(apply(wgmma, x[:m], weight), reference.linear(x[:m], weight), f"{key} M={m}")
 
 
-@pytest.mark.parametrize("most", [False, True], ids=["M 64", "M most"])
-def test_as_many_rows_as_it_takes(most: bool) -> None:
+@pytest.mark.parametrize("m", [64, 65, 100, 128, codebook_wgmma.MAX_M])
+def test_as_many_rows_as_it_takes(m: int) -> None:
+    """A launch, several, and a last one for fewer rows."""
     wgmma, mma = both()
-    m = codebook_wgmma.MAX_M if most else 64
     weight = weight_of("nf4-64", 2304, 1536)
     x = uneven(m, 1536, BF16)
     wanted = torch.cat([apply(mma, rows, weight) for rows in x.split(codebook_mma.MAX_M)])
     assert torch.equal(apply(wgmma, x, weight), wanted)
 
 
-@pytest.mark.parametrize("m", [16, 32])
+@pytest.mark.parametrize("m", [16, 32, 64])
 @pytest.mark.parametrize("key", ["nf4-64", "nf4-64-nested"])
 def test_short_rings_give_the_same_bits(key: str, m: int) -> None:
     """Configurations with a ring of two slots, which every stage waits for, beside their own."""
@@ -131,7 +131,7 @@ def test_short_rings_give_the_same_bits(key: str, m: int) -> None:
     side = not codebook.copies_scales(weight, codebook_wgmma.ARCH)
     wanted, stream = apply(mma, x, weight), torch.cuda.current_stream().cuda_stream
     found = list(codebook_wgmma.configurations(weight.format, BF16, m, n, k, multiprocessors, side))
-    assert len(found) > 8
+    assert len(found) >= 6
     for config in found[:: len(found) // 5]:
         for stages in (2, config.STAGES):
             image, out = codebook_wgmma.image_for(x), torch.full_like(wanted, torch.nan)

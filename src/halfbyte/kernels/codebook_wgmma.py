@@ -24,13 +24,13 @@ from .registry import Configuration, Expand, Kernel, Problem, Settings, register
 
 STEM, IMAGE_STEM = "codebook_wgmma", "codebook_wgmma_x"
 ARCH = "sm_90a"
-MIN_M, MAX_M, CHUNK = 9, 8192, 32  # rows of x: that this kernel takes, and of one launch
+MIN_M, MAX_M, CHUNK = 9, 8192, 64  # rows of x: that this kernel takes, and of one launch
 UNIT, TEAM = codebook.UNIT, codebook.TEAM
 TABLE_BYTES = 32768
 ROOM = (227 << 10) - 1024  # dynamic shared memory; the table begins 1024 bytes in
 # registers of threads that copy, and of those that multiply, by warpgroups; they share what all begin with
 REGISTERS = {2: (96, 200), 3: (80, 144), 4: (64, 104)}
-MOST_SUMS = (32, 112)  # where four warpgroups keep 64 sums a thread
+MOST_SUMS = {2: (40, 232), 4: (32, 112)}  # where they keep 128 and 64 sums a thread
 
 
 @dataclass(frozen=True)
@@ -108,12 +108,19 @@ def reason_against(problem: Problem) -> str | None:
 
 def columns(m: int) -> int:
     """Rows of x that a launch for m of them holds."""
-    return 16 if m <= 16 else 32
+    return 16 if m <= 16 else 32 if m <= 32 else 64
 
 
-# weights that a multiprocessor decodes and multiplies in a clock, for 16 and for 32 rows of x, by (ROW_GROUPS,
-# UNIT_GROUPS): from times on an H200
-RATES = {(4, 1): (24, 19), (3, 1): (23, 19), (2, 2): (21, 16), (2, 1): (18, 14), (1, 4): (16, 11.5), (1, 2): (15, 11)}
+# weights that a multiprocessor decodes and multiplies in a clock, for 16, 32 and 64 rows of x, by (ROW_GROUPS,
+# UNIT_GROUPS): from times on an H200; (1, 2) with 64 rows in proportion
+RATES = {
+    (4, 1): (24, 19),
+    (3, 1): (23, 19),
+    (2, 2): (21, 16),
+    (2, 1): (18, 14, 10.5),
+    (1, 4): (16, 11.5),
+    (1, 2): (15, 11, 8.25),
+}
 
 
 def clusters_at_once(size: int, multiprocessors: int) -> int:
@@ -128,7 +135,7 @@ def clusters_at_once(size: int, multiprocessors: int) -> int:
 def predicted_clocks(config: Config, n: int, k: int, multiprocessors: int) -> float:
     """Clocks of a launch: what the busiest multiprocessor does, pass after pass, and what passes and launches cost."""
     passes = ceil(ceil(n / config.rows) / clusters_at_once(config.CLUSTER, multiprocessors))
-    rate = RATES[config.ROW_GROUPS, config.UNIT_GROUPS][config.COLUMNS > 16]
+    rate = RATES[config.ROW_GROUPS, config.UNIT_GROUPS][(16, 32, 64).index(config.COLUMNS)]
     return passes * (config.rows * k / config.CLUSTER / rate + 2000) + 8000 + 1500 * (config.CLUSTER > 1)
 
 
@@ -138,16 +145,8 @@ def configurations(
     """All configurations for m rows of x (at most CHUNK) that fit."""
     block = min(format.blocksize, UNIT)
     ranks = mma.best_split(n, k, ARCH, multiprocessors)
-    for row_groups, unit_groups in ((4, 1), (3, 1), (2, 2), (1, 4), (2, 1), (1, 2)):
-        for cluster in (1, 2, 4, 8):
-            if cluster > 4 * ranks:
-                continue
-            producer, consumer = REGISTERS[row_groups * unit_groups]
-            if columns(m) == 32 and row_groups * unit_groups == 4 and row_groups > 1:
-                if block == 32 or (row_groups == 4 and side):
-                    continue  # the registers would not do
-                if row_groups == 4:
-                    producer, consumer = MOST_SUMS
+    for row_groups, unit_groups, producer, consumer in _sizes(columns(m), block, side):
+        for cluster in (each for each in (1, 2, 4, 8) if each <= 4 * ranks):
             for stages in (8, 7, 6, 5, 4, 3, 2):
                 config = Config(
                     ROW_GROUPS=row_groups,
@@ -168,6 +167,19 @@ def configurations(
                 if config.shared_bytes <= ROOM:
                     yield config
                     break
+
+
+def _sizes(columns: int, block: int, side: bool) -> Iterator[tuple[int, int, int, int]]:
+    """ROW_GROUPS, UNIT_GROUPS and registers, of threads that copy and that multiply, where the registers do."""
+    for row_groups, unit_groups in ((4, 1), (3, 1), (2, 2), (1, 4), (2, 1), (1, 2)):
+        warpgroups = row_groups * unit_groups
+        sums = columns // 2 * 4 // unit_groups  # of a thread
+        if columns == 64 and warpgroups > 2:
+            continue
+        if columns == 32 and warpgroups == 4 and row_groups > 1 and (block == 32 or (sums == 64 and side)):
+            continue
+        most = sums > 64 or (sums == 64 and warpgroups == 4)
+        yield row_groups, unit_groups, *(MOST_SUMS if most else REGISTERS)[warpgroups]
 
 
 @lru_cache(maxsize=4096)

@@ -123,8 +123,13 @@ DEVICE void wgmma(float (&d)[SUMS], const u32 (&a)[4], u32 b, int more) {
                  "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
                  "{%16, %17, %18, %19}, b, p, 1, 1, 0; }"
                  : D4(0), D4(4), D4(8), D4(12) : A_AND_B);
+#elif COLUMNS == 64
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %37, 0;\n" WHOLE_DESCRIPTOR("%36")
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, b, p, 1, 1, 0; }"
+                 : D4(0), D4(4), D4(8), D4(12), D4(16), D4(20), D4(24), D4(28) : A_AND_B);
 #else
-#error "COLUMNS is 16 or 32"
+#error "COLUMNS is 16, 32 or 64"
 #endif
 }
 
