@@ -112,7 +112,7 @@ def columns(m: int) -> int:
 
 
 # weights that a multiprocessor decodes and multiplies in a clock, for 16, 32 and 64 rows of x, by (ROW_GROUPS,
-# UNIT_GROUPS): from times on an H200; (1, 2) with 64 rows in proportion
+# UNIT_GROUPS): from times on an H200
 RATES = {
     (4, 1): (24, 19),
     (3, 1): (23, 19),
