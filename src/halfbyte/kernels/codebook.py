@@ -19,6 +19,8 @@ UNIT, TEAM = 64, 4  # weights of a row that are multiplied at once, and such uni
 BULK_COPY = ("sm_90a", "sm_100")  # bulk tensor copies
 ALIGNMENT = 16  # bytes, of the codes, of x and of its rows
 FEW_ROWS = 2048  # of W: below, fp16 outputs are so few that chance could carry the table's rounding beyond the contract
+LARGEST = 2.4  # standard deviations, of 64 normal weights: it says how often a block of 64 uses which entry
+MEAN_COUNTS = 8  # times as much as the spread: activations with a mean carry a mean error into every output
 X_TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 
 
@@ -70,9 +72,9 @@ def layout_of(format: BlockFormat) -> RecordLayout:
 
 
 def finer(format: BlockFormat, dtype: torch.dtype, n: int, strict: bool) -> bool:
-    """Whether the table is kept to 22 bits."""
-    few = dtype == torch.float16 and n < FEW_ROWS
-    return strict or dtype == torch.float32 or (few and _rounds(format.codebook))
+    """Whether the table is kept to 22 bits: one of 11 is chosen for blocks of up to 64, see `table_factor`."""
+    coarse = dtype == torch.float16 and (n < FEW_ROWS or format.blocksize > UNIT) and _rounds(format.codebook)
+    return strict or dtype == torch.float32 or coarse
 
 
 def copies_scales(weight: PackedWeight, arch: str) -> bool:
@@ -89,18 +91,21 @@ def copies_fp32(format: BlockFormat, k: int, arch: str) -> bool:
 def table_factor(codebook: tuple[float, ...]) -> float:
     """The constant by which a codebook is multiplied before it is rounded to fp16, chosen so that it rounds well.
 
-    1 where all entries are exact already; else the one of 65536 factors between 1 and 2 of the largest entry whose
-    largest relative error of an entry is least (a power of two more changes nothing): relative, as which entries a
-    weight uses depends on its blocksize. Its inverse goes into the fp32 scales.
+    1 where all entries are exact already; else the one of 65536 factors between 1 and 2 (a power of two more changes
+    nothing) for which the errors of a normal weight's entries, in blocks of 64, are least: their mean square, and more
+    so the square of their mean. Its inverse goes into the fp32 scales.
     """
     values = torch.tensor(codebook, dtype=torch.float64)
     if bool((values.half().double() == values).all()):
         return 1.0
+    ordered = (values / values.abs().max()).sort()
+    between = (ordered.values[1:] + ordered.values[:-1]) / 2
+    below = torch.cat([torch.zeros(1), torch.special.ndtr(LARGEST * between), torch.ones(1)])
+    often = torch.empty_like(values).index_copy_(0, ordered.indices, below.diff())
     factors = torch.linspace(1, 2, 65537, dtype=torch.float64)[:-1] / values.abs().max()
     factors = factors.float().double().unsqueeze(1)
-    scaled = values * factors
-    errors = ((scaled.half().double() - scaled) / scaled).nan_to_num(0).abs().amax(1)
-    return float(factors[errors.argmin(), 0])
+    errors = (values * factors).half().double() / factors - values
+    return float(factors[(errors.square() @ often + MEAN_COUNTS * (errors @ often).square()).argmin(), 0])
 
 
 @cache

@@ -102,7 +102,8 @@ def reason_against(problem: Problem) -> str | None:
     if problem.dtype == torch.float32:
         return "multiplies fp16 and bf16 activations, got fp32"
     if codebook.finer(problem.format, problem.dtype, problem.n, strict=False):
-        return f"has one table; fp16 outputs of fewer than {codebook.FEW_ROWS} rows of W take codebook_mma's finer one"
+        fine = f"fp16 outputs of fewer than {codebook.FEW_ROWS} rows of W, or of blocks of more than {UNIT}"
+        return f"has one table; {fine}, take codebook_mma's finer one"
     return mma.reason_against(replace(problem, m=1))
 
 
