@@ -104,8 +104,8 @@ CLOCK = {4: 12e-6, 2: 10e-6, 8: 11e-6, 1: 30e-6}
 def entry(**changed: Any) -> Entry:
     values = {
         "format": "nf4-64", "dtype": "fp32", "M": 4, "N": N, "K": K, "kernel": "pretended", "settings": (("TILES", 2),),
-        "us": 10.0, "runner_up": (("TILES", 8),), "runner_up_us": 11.0, "measured": 4, "device": "Some GPU",
-        "driver": "580.1", "commit": "abc", "date": "2026-11-30T00:00:00+00:00",
+        "us": 10.0, "runner_up": (("TILES", 8),), "runner_up_us": 11.0, "measured": 4, "gain": 0.2,
+        "device": "Some GPU", "driver": "580.1", "commit": "abc", "date": "2026-11-30T00:00:00+00:00",
     }  # fmt: skip
     return Entry(**{**values, **changed})
 
@@ -120,10 +120,10 @@ def test_buckets(m: int, largest: int) -> None:
 def test_the_fastest_is_kept_with_its_runner_up(fake: Kernel) -> None:
     seen: list[tuple[int, int]] = []
     ((_, found),) = tune([(problem(4), fake)], clock(CLOCK, seen), STAMP)
-    assert found == entry(us=pytest.approx(10.0), runner_up_us=pytest.approx(11.0))
+    assert found == entry(us=pytest.approx(10.0), runner_up_us=pytest.approx(11.0), gain=pytest.approx(0.2))
     assert found is not None
     assert found.margin == pytest.approx(0.1)
-    assert seen == [(4, 4)]
+    assert seen == [(4, 4), (4, 3)]
     written = json.loads(path_of("cpu").read_text())["entries"]
     assert [(each["settings"], each["runner_up"], each["M"]) for each in written] == [({"TILES": 2}, {"TILES": 8}, 4)]
     assert set(written[0]) >= {"format", "dtype", "N", "K", "kernel", "us", "margin", "device", "driver", "date"}
@@ -136,6 +136,39 @@ def test_only_the_best_predicted_are_measured(fake: Kernel) -> None:
     assert found is not None
     assert (found.settings, found.runner_up, found.margin, found.measured) == (DEFAULT, None, None, 1)
     assert read(path_of("cpu"))[found.key] == found
+
+
+@pytest.mark.parametrize(
+    ("again", "chosen", "gain"),
+    [
+        ((12.1e-6, 10e-6, 12e-6), 2, 0.2),  # against the better of the own choice's two turns
+        ((10.2e-6, 10e-6, 12e-6), 2, 0.02),
+        ((10.05e-6, 10e-6, 12e-6), 4, 0.0),  # one of which it hardly beat
+        ((9.9e-6, 10e-6, 9.9e-6), 4, 0.0),
+        ((12e-6, inf, 12e-6), 4, 0.0),
+    ],
+)
+def test_luck_is_not_enough(again: tuple[float, ...], chosen: int, gain: float, fake: Kernel) -> None:
+    first = clock(CLOCK)
+    asked: list[list[int]] = []
+
+    def measure(wanted: Problem, kernels: Sequence[Kernel]) -> Sequence[float]:
+        asked.append([int(kernel.describe(wanted).split()[0]) for kernel in kernels if kernel.describe])
+        return first(wanted, kernels) if len(asked) == 1 else again
+
+    ((_, found),) = tune([(problem(4), fake)], measure, STAMP)
+    assert asked == [list(TILES), [4, 2, 4]]
+    assert found is not None
+    assert (found.settings, found.gain) == ((("TILES", chosen),), pytest.approx(gain))
+    assert found.runner_up == (("TILES", 8 if chosen == 2 else 2),)
+
+
+def test_the_own_choice_is_not_measured_twice_where_it_wins(fake: Kernel) -> None:
+    seen: list[tuple[int, int]] = []
+    ((_, found),) = tune([(problem(4), fake)], clock({**CLOCK, 4: 9e-6}, seen), STAMP)
+    assert found is not None
+    assert (found.settings, found.gain, found.runner_up) == (DEFAULT, 0.0, (("TILES", 2),))
+    assert seen == [(4, 4)]
 
 
 def test_a_run_that_broke_off_goes_on(fake: Kernel) -> None:
@@ -152,10 +185,10 @@ def test_a_run_that_broke_off_goes_on(fake: Kernel) -> None:
         list(tune(problems, breaking, STAMP))
     assert [each[2] for each in read(path_of("cpu"))] == [1, 2]
     found = list(tune(problems, whole, STAMP))
-    assert [m for m, _ in seen] == [1, 2, 4]
+    assert [m for m, count in seen if count == 4] == [1, 2, 4]
     assert all(kept is not None for _, kept in found)
     list(tune(problems, whole, STAMP, again=True))
-    assert [m for m, _ in seen] == [1, 2, 4, 1, 2, 4]
+    assert [m for m, count in seen if count == 4] == [1, 2, 4, 1, 2, 4]
 
 
 def test_an_entry_that_cannot_be_used_is_measured_again(fake: Kernel) -> None:
@@ -307,7 +340,10 @@ SHIPPED = sorted((Path(tuner.__file__).parent / "tuned").glob("*.json"))
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_what_ships_was_measured_and_is_used(path: Path) -> None:
-    """Each entry is of a configuration that its kernel still lists, with where and when it was measured."""
+    """Each entry is of a configuration that its kernel still lists and that surely won, with where and when it was.
+
+    Where the kernel's own choice did as well, there is no entry: the table would only keep it from choosing better.
+    """
     names = {kernel.name: kernel for kernel in registry.kernels()}
     entries = read(path)
     assert entries
@@ -319,6 +355,10 @@ def test_what_ships_was_measured_and_is_used(path: Path) -> None:
         assert each.commit
         assert each.date
         assert 0 < each.us <= (each.runner_up_us or inf)
+        assert each.gain >= tuner.SURE
+        kernel = names[each.kernel]
+        assert kernel.configurations is not None
+        assert each.settings != kernel.configurations(wanted)[0].settings
 
 
 def splitting(kernel: Kernel) -> Kernel:
@@ -419,7 +459,11 @@ def test_explain_says_whether_it_was_measured(fake: Kernel) -> None:
     plan.cache_clear()
     shown = command(*words)
     assert "2 tiles" in shown
-    assert "configuration tuned on Some GPU, 2026-11-30: 10.0 µs at M=4, 10.0 % ahead of the next of 4" in shown
+    assert (
+        "configuration tuned on Some GPU, 2026-11-30: 10.0 µs at M=4, 20.0 % faster than the kernel's own choice, "
+        in shown
+    )
+    assert "10.0 % ahead of the next of 4" in shown
     assert json.loads(command(*words, "--json"))["tuned"]["settings"] == {"TILES": 2}
     assert "configuration tuned" not in command("explain", "--N", "32", "--K", str(K))
 

@@ -64,7 +64,7 @@ def tune_command(
 
 
 def _show(results: list[tuple[Problem, Entry | None]]) -> None:
-    table = Table("N × K", "M", "format", "kernel", "settings", "µs", "runner-up", "µs", "margin", "measured")
+    table = Table("N × K", "M", "format", "kernel", "settings", "µs", "gain", "runner-up", "µs", "margin", "measured")
     fixed = 0
     for problem, entry in results:
         if entry is None:
@@ -75,7 +75,7 @@ def _show(results: list[tuple[Problem, Entry | None]]) -> None:
             runner_up = (_words(entry.runner_up), f"{entry.runner_up_us:,.2f}", f"{100 * (entry.margin or 0):.1f} %")
         table.add_row(
             f"{problem.n} × {problem.k}", str(problem.m), entry.format, entry.kernel, _words(entry.settings),
-            f"{entry.us:,.2f}", *runner_up, f"{entry.measured}, {entry.date[:10]}",
+            f"{entry.us:,.2f}", f"{100 * entry.gain:.1f} %", *runner_up, f"{entry.measured}, {entry.date[:10]}",
         )  # fmt: skip
     if table.rows:
         console.print(table)
