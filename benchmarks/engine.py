@@ -10,9 +10,12 @@ that their minute of start-up is paid once; then one engine works at a time, in 
 plain for each number of users. What two runs of one arm differ by is the noise. The arm `beside` is halfbyte with
 vLLM's own LoRA kernels beside it, to see what folding adapters gains. `serve.py` asks whole servers instead.
 
-Every request decodes --tokens tokens after a prompt of 32, requests taking the adapters in turn. --profile: numbers of
-users for which a decode step's GPU time, by kernel, goes to FILE.profile.json beside the rows. --boot: the seconds that
-engines have to start; those that did not are left out.
+Every request decodes --tokens tokens after a prompt of 32, requests taking the adapters in turn; last comes the first
+token of a prompt of 2,048. --profile: numbers of users for which a decode step's GPU time, by kernel, goes to
+FILE.profile.json beside the rows. --boot: the seconds that engines have to start; those that did not are left out.
+
+Engines run as vLLM starts them, in a process beside the one that asks; what they are given for a quicker start, fewer
+sizes of CUDA graphs and a warm-up of the sampler's greedy kernels only, is the same for all arms.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -28,6 +32,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +40,7 @@ from typing import Any
 PLAIN, OURS, BESIDE = "plain", "halfbyte", "beside"
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PROMPT = 32
+FIRST, FIRST_ROUNDS = 2048, 3  # tokens of the prompt whose first token is waited for, and how often A, B, B, A
 PROBES, PROBE_TOKENS = 16, 16  # requests whose answers are compared, and the answers' length
 TRACED = 16  # decode steps of a profile
 KV_BYTES = 4 << 30
@@ -130,30 +136,36 @@ def make(target: Path, layers: int, adapters: int, rank: int) -> None:
 
 def serve_engine(model: Path, arm: str, adapters: int, users: int, answers: int, eager: bool) -> None:
     """Start an engine, then do what each line of standard input asks, answering with a line in the file `answers`."""
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions are sent to the engine's process
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     start = time.perf_counter()
-    while not (model / "config.json").exists():
-        time.sleep(0.2)
-    if arm != PLAIN:
+    from vllm import LLM, SamplingParams
+    from vllm.model_executor.models import registry
+
+    if arm != PLAIN:  # the engine's process is forked from this one
         from halfbyte.integrations import vllm_lora
         from halfbyte.integrations.vllm import register
 
         if arm == BESIDE:
             vllm_lora.enable = lambda *arguments: None
         register()
-    from vllm import LLM
-    from vllm.model_executor.models import registry
-
     registry._run_in_subprocess = lambda function: function()  # a second import of vLLM would take 20 seconds
-
+    # Kernels of penalties, top-k and masks would be compiled for 16 seconds; requests here are greedy.
+    SamplingParams.for_sampler_warmup = staticmethod(lambda: SamplingParams(temperature=0, logprobs=1))
+    imported = time.perf_counter()
+    while not (model / "config.json").exists():
+        time.sleep(0.2)
     options: dict[str, Any] = {}
     if adapters:
         rank = json.loads((model / "adapters" / "0" / "adapter_config.json").read_text())["r"]
         options = {"enable_lora": True, "max_loras": adapters, "max_lora_rank": rank}
+    if not eager:
+        options["compilation_config"] = {"cudagraph_capture_sizes": graph_sizes(users)}
     llm = LLM(
-        model=str(model), dtype="bfloat16", max_model_len=1024, max_num_seqs=users, enable_prefix_caching=False,
+        model=str(model), dtype="bfloat16", max_model_len=FIRST + 256, max_num_seqs=users, enable_prefix_caching=False,
         quantization="bitsandbytes", load_format="bitsandbytes", kv_cache_memory_bytes=KV_BYTES, enforce_eager=eager,
+        gpu_memory_utilization=0.1,  # of which vLLM asks whether it is free, no more: engines share the GPU
         **options,
     )  # fmt: skip
     engine = Engine(llm, model, adapters)
@@ -163,13 +175,44 @@ def serve_engine(model: Path, arm: str, adapters: int, users: int, answers: int,
             out.write(json.dumps(value) + "\n")
             out.flush()
 
-        answer({"ready_s": time.perf_counter() - start})
+        answer({"ready_s": time.perf_counter() - start, "imported_s": imported - start})
         for line in sys.stdin:
             words = json.loads(line)
             try:
                 answer(getattr(engine, words.pop("do"))(**words))
             except Exception:
                 answer({"error": traceback.format_exc()})
+
+
+def graph_sizes(users: int) -> list[int]:
+    """Batches that CUDA graphs are captured for: powers of two up to the most users, and these."""
+    return sorted({users, *(1 << i for i in range(users.bit_length()))})
+
+
+# what the engine's process is asked for; `worker` is vLLM's
+
+
+def read_counters(worker: Any) -> dict[str, Any]:
+    """What halfbyte served and passed on there; a replayed graph counts once, when it was captured."""
+    from halfbyte.counters import counts
+
+    served, passed = counts.totals()
+    return {"served": served, "passed": passed}
+
+
+def start_trace(worker: Any) -> None:
+    """Have the GPU's kernels recorded."""
+    from torch.profiler import ProfilerActivity, profile
+
+    worker.halfbyte_trace = profile(activities=[ProfilerActivity.CUDA])
+    worker.halfbyte_trace.__enter__()
+
+
+def stop_trace(worker: Any) -> dict[str, tuple[int, float]]:
+    """Each kernel's calls and microseconds on the GPU since `start_trace`."""
+    trace = worker.__dict__.pop("halfbyte_trace")
+    trace.__exit__(None, None, None)
+    return {each.key: (each.count, each.self_device_time_total) for each in trace.key_averages()}
 
 
 class Engine:
@@ -181,19 +224,19 @@ class Engine:
         self.llm = llm
         self.loras = [LoRARequest(str(i), i + 1, str(model / "adapters" / str(i))) for i in range(adapters)]
 
-    def _generate(self, users: int, tokens: int, seed: int, **sampling: Any) -> Any:
+    def _generate(self, users: int, tokens: int, seed: int, prompt: int = PROMPT, **sampling: Any) -> Any:
         from vllm import SamplingParams
 
         generator = random.Random(seed)
-        prompts = [{"prompt_token_ids": [generator.randint(3, 300) for _ in range(PROMPT)]} for _ in range(users)]
+        prompts = [{"prompt_token_ids": [generator.randint(3, 300) for _ in range(prompt)]} for _ in range(users)]
         chosen = [self.loras[i % len(self.loras)] for i in range(users)] if self.loras else None
         wanted = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, **sampling)
         return self.llm.generate(prompts, wanted, lora_request=chosen, use_tqdm=False)
 
-    def time(self, users: int, tokens: int, seed: int) -> float:
+    def time(self, users: int, tokens: int, seed: int, prompt: int = PROMPT) -> float:
         """Seconds from the first request to the last answer."""
         start = time.perf_counter()
-        self._generate(users, tokens, seed)
+        self._generate(users, tokens, seed, prompt)
         return time.perf_counter() - start
 
     def answers(self) -> list[dict[str, Any]]:
@@ -220,18 +263,15 @@ class Engine:
 
     def _trace(self, users: int, tokens: int) -> dict[str, tuple[int, float]]:
         """Each kernel's calls and microseconds on the GPU in a run."""
-        from torch.profiler import ProfilerActivity, profile
-
-        with profile(activities=[ProfilerActivity.CUDA]) as traced:
-            self._generate(users, tokens, 1)
-        return {each.key: (each.count, each.self_device_time_total) for each in traced.key_averages()}
+        self.llm.collective_rpc(start_trace)
+        self._generate(users, tokens, 1)
+        found: dict[str, tuple[int, float]] = self.llm.collective_rpc(stop_trace)[0]
+        return found
 
     def counters(self) -> dict[str, Any]:
-        """What halfbyte served and passed on in this process; a replayed graph counts once, when it was captured."""
-        from halfbyte.counters import counts
-
-        served, passed = counts.totals()
-        return {"served": served, "passed": passed}
+        """See `read_counters`."""
+        found: dict[str, Any] = self.llm.collective_rpc(read_counters)[0]
+        return found
 
 
 # ---- asking them
@@ -264,22 +304,25 @@ class Child:
         words += ["--users", str(max(settings.users)), "--answers", str(writer), *["--eager"] * settings.eager]
         environment = dict(os.environ)
         environment["HALFBYTE_DISABLE"] = "1" if arm == PLAIN else "0"
-        for name in ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):  # as on machines of their own
+        for name in ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR"):  # as on machines of their own
             environment[name] = f"/tmp/halfbyte-engine/{self.name}/{name.lower()}"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 words, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, pass_fds=(writer,), text=True,
-                env=environment,
+                env=environment, start_new_session=True,
             )  # fmt: skip
         os.close(writer)
         self.answers = os.fdopen(reader)
+        self.imported = 0.0
         self.ready: float | None = None
         self.thread = threading.Thread(target=self._wait, daemon=True)
         self.thread.start()
 
     def _wait(self) -> None:
         line = self.answers.readline()
-        self.ready = json.loads(line)["ready_s"] if line else None
+        if line:
+            value = json.loads(line)
+            self.imported, self.ready = value["imported_s"], value["ready_s"]
 
     def ask(self, do: str, **words: Any) -> Any:
         """What the engine's method returns. Raises RuntimeError with the end of its log where it has ended."""
@@ -297,58 +340,68 @@ class Child:
             raise RuntimeError(f"the engine {self.name} cannot {do}:\n{value['error']}")
         return value
 
-    def stop(self) -> None:
+    def stop(self, patience: float) -> None:
+        """End it, and the engine's process with it, after so many seconds at most."""
         assert self.process.stdin is not None
-        self.process.stdin.close()
-        try:
-            self.process.wait(10)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(patience)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
 
 def run(settings: Settings) -> None:
-    """Start all, measure, append rows."""
+    """Start all, measure, append rows as they come. A SIGTERM ends the engines, too."""
     settings.out.parent.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *arguments: sys.exit(143))
     children = [Child(settings, *each) for each in settings.engines]
     try:
-        deadline = time.monotonic() + settings.boot
-        for child in children:
-            child.thread.join(max(0.0, deadline - time.monotonic()))
-            state = "did not start" if child.ready is None else f"ready after {child.ready:.0f} s"
-            print(f"{child.name}: {state}", flush=True)
-            if child.ready is None:
-                print(child.log.read_text(errors="replace")[-2500:], flush=True)
-        shared = about()
-        for adapters in dict.fromkeys(adapters for _, adapters in settings.engines):
-            pair = {child.arm: child for child in children if child.adapters == adapters and child.ready is not None}
-            for row in measure(settings, pair, shared):
-                with settings.out.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+        wait_for(children, settings.boot)
         started = [each for each in children if each.ready is not None]
-        traces = [(each.name, each.ask("profile", users=users)) for users in settings.profile for each in started]
-        settings.out.with_suffix(".profile.json").write_text(json.dumps(traces, indent=1))
-        print("\n".join(line for each in traces for line in describe(*each)))
+        shared = about()
+        for adapters in dict.fromkeys(child.adapters for child in started):
+            pair = {child.arm: child for child in started if child.adapters == adapters}
+            try:
+                for row in measure(settings, pair, shared):
+                    with settings.out.open("a") as file:
+                        file.write(json.dumps(row) + "\n")
+            except RuntimeError as error:
+                print(error, flush=True)
+        traces: list[Any] = []
+        for users in settings.profile:
+            for child in started:
+                traces.append((child.name, child.ask("profile", users=users)))
+                settings.out.with_suffix(".profile.json").write_text(json.dumps(traces, indent=1))
+                print("\n".join(describe(*traces[-1])), flush=True)
     finally:
         for child in children:
-            child.stop()
+            child.stop(5.0 if child.ready is not None else 0.0)
+
+
+def wait_for(children: Sequence[Child], seconds: int) -> None:
+    """Wait until all have started or ended, or the time is over, and print how it went."""
+    deadline = time.monotonic() + seconds
+    for child in children:
+        child.thread.join(max(0.0, deadline - time.monotonic()))
+        if child.ready is None:
+            print(f"{child.name}: did not start\n{child.log.read_text(errors='replace')[-2500:]}", flush=True)
+        else:
+            print(f"{child.name}: ready after {child.ready:.0f} s, {child.imported:.0f} s of imports", flush=True)
 
 
 def measure(settings: Settings, pair: Mapping[str, Child], shared: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Rows of the arms that started, each number of users as soon as it is done."""
+    """Rows of the arms that started, each case's as soon as it is done."""
     answers = {arm: child.ask("answers") for arm, child in pair.items()}
     again = pair[PLAIN].ask("answers") if PLAIN in pair else None
     labels = {PLAIN: f"bitsandbytes {shared['bitsandbytes']}", OURS: f"halfbyte {shared['halfbyte']}"}
     labels[BESIDE] = f"{labels[OURS]}, adapters by vllm {shared['vllm']}"
-    there = list(pair)
-    order = (there + there[::-1]) * settings.rounds  # A, B, B, A, …
-    for users in settings.users:
-        for child in pair.values():
-            child.ask("time", users=users, tokens=8, seed=0)
-        seconds: dict[str, list[float]] = {arm: [] for arm in pair}
-        for i, arm in enumerate(order):
-            seconds[arm].append(pair[arm].ask("time", users=users, tokens=settings.tokens, seed=i))
+    cases = [(users, PROMPT, settings.tokens, settings.rounds) for users in settings.users]
+    for users, prompt, tokens, rounds in (*cases, (1, FIRST, 1, max(settings.rounds, FIRST_ROUNDS))):
+        seconds = timed(pair, rounds, users=users, prompt=prompt, tokens=tokens)
         for arm, child in pair.items():
-            speeds = [users * settings.tokens / each for each in seconds[arm]]
+            speeds = [users * tokens / each for each in seconds[arm]]
             middle = statistics.median(speeds)
             compared = again if arm == PLAIN else answers[arm]
             row = {
@@ -364,18 +417,30 @@ def measure(settings: Settings, pair: Mapping[str, Child], shared: Mapping[str, 
                 "model": "24b-shapes",
                 "layers": json.loads((settings.model / "config.json").read_text())["num_hidden_layers"],
                 "users": users,
-                "prompt_tokens": PROMPT,
-                "new_tokens": settings.tokens,
+                "prompt_tokens": prompt,
+                "new_tokens": tokens,
                 "tokens_per_s": middle,
                 "tpot_ms": users / middle * 1e3,
+                **({"ttft_ms": statistics.median(seconds[arm]) * 1e3} if tokens == 1 else {}),
                 "spread": (max(speeds) - min(speeds)) / middle,
                 "runs": speeds,
                 **(distance(answers[PLAIN], compared) if PLAIN in answers and compared else {}),
                 "counters": None if arm == PLAIN else child.ask("counters"),
             }
-            brief = f"{row['tokens_per_s']:.0f} tokens/s, {row['tpot_ms']:.3f} ms a step, spread {row['spread']:.1%}"
-            print(f"{child.name}: {users} users: {brief}", flush=True)
+            brief = f"{row['tokens_per_s']:.0f} tokens/s, {row['tpot_ms']:.3f} ms each, spread {row['spread']:.1%}"
+            print(f"{child.name}: {users} users, {prompt} + {tokens} tokens: {brief}", flush=True)
             yield row
+
+
+def timed(pair: Mapping[str, Child], rounds: int, **case: int) -> dict[str, list[float]]:
+    """Each arm's seconds for a case, run by run, in the order A, B, B, A, …, after a short run of each."""
+    there = list(pair)
+    for child in pair.values():
+        child.ask("time", seed=0, **(case | {"tokens": min(case["tokens"], 8)}))
+    seconds: dict[str, list[float]] = {arm: [] for arm in there}
+    for i, arm in enumerate((there + there[::-1]) * rounds):
+        seconds[arm].append(pair[arm].ask("time", seed=i, **case))
+    return seconds
 
 
 def shared_rank(model: Path) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import sys
 from pathlib import Path
 from typing import Any
@@ -47,9 +48,12 @@ class FakeChild:
         self.seconds, self.tokens = seconds, tokens
 
     def ask(self, do: str, **words: Any) -> Any:
-        if do == "time" and words["tokens"] != 8:
-            self.log.append(self.arm)
-            return self.seconds.pop(0)
+        if do == "time":
+            if words["prompt"] == engine.FIRST:
+                return 0.5 if self.arm == engine.PLAIN else 0.25
+            if words["tokens"] != 8:
+                self.log.append(self.arm)
+                return self.seconds.pop(0)
         if do == "answers":
             return [{"tokens": self.tokens, "logprobs": [-1.0 - 0.5 * (self.arm == engine.OURS)] * len(self.tokens)}]
         return {"served": {}} if do == "counters" else 0.0
@@ -65,7 +69,7 @@ def test_rows_have_medians_noise_and_answers(tmp_path: Path) -> None:
         engine.PLAIN: FakeChild(engine.PLAIN, [2.0, 2.5], [1, 2, 3], log),
         engine.OURS: FakeChild(engine.OURS, [1.0, 1.0], [1, 2, 4], log),
     }
-    plain, ours = engine.measure(settings, pair, ABOUT)
+    plain, ours, *first = engine.measure(settings, pair, ABOUT)
     assert log == [engine.PLAIN, engine.OURS, engine.OURS, engine.PLAIN]
     assert plain["runs"] == [64.0, 51.2]
     assert plain["tokens_per_s"] == pytest.approx(57.6)
@@ -74,6 +78,12 @@ def test_rows_have_medians_noise_and_answers(tmp_path: Path) -> None:
     assert ours["tokens_per_s"] == 128.0
     assert (plain["kernel"], ours["kernel"]) == ("bitsandbytes 2", "halfbyte 1")
     assert (ours["layers"], ours["adapters"], ours["rank"], ours["users"]) == (8, 8, 16, 4)
+    assert "ttft_ms" not in ours
+    assert [(row["users"], row["prompt_tokens"], row["new_tokens"], row["ttft_ms"]) for row in first] == [
+        (1, 2048, 1, 500.0),
+        (1, 2048, 1, 250.0),
+    ]
+    assert [len(row["runs"]) for row in first] == [6, 6]
     assert (plain["answers_differing"], plain["answers_logprobs"]) == (0.0, 0.0)
     assert (ours["answers_first"], ours["answers_differing"], ours["answers_logprobs"]) == (2, 1.0, 0.5)
 
@@ -84,6 +94,63 @@ def test_an_arm_that_did_not_start_leaves_the_other_its_rows(tmp_path: Path) -> 
     (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 8}))
     settings = engine.Settings(tmp_path, tmp_path / "rows", [], [4], 32, 1, [], 10, False)
     ours: Any = FakeChild(engine.OURS, [1.0, 2.0], [1], [])
-    (row,) = engine.measure(settings, {engine.OURS: ours}, ABOUT)
+    row, first = engine.measure(settings, {engine.OURS: ours}, ABOUT)
+    assert first["ttft_ms"] == 250.0
     assert row["runs"] == [128.0, 64.0]
     assert "answers_first" not in row
+
+
+@pytest.mark.parametrize(("users", "sizes"), [(1, [1]), (16, [1, 2, 4, 8, 16]), (24, [1, 2, 4, 8, 16, 24])])
+def test_graphs_are_captured_for_few_sizes_and_the_most_users(users: int, sizes: list[int]) -> None:
+    assert engine.graph_sizes(users) == sizes
+
+
+ENGINE = """
+import json, os, sys, time
+arm, answers = sys.argv[sys.argv.index("--arm") + 1], int(sys.argv[sys.argv.index("--answers") + 1])
+if arm == "halfbyte":
+    time.sleep(600)
+if os.fork() == 0:  # as vLLM's own process
+    time.sleep(600)
+out = os.fdopen(answers, "w")
+print(json.dumps({"ready_s": 1.0, "imported_s": 0.5}), file=out, flush=True)
+for line in sys.stdin:
+    words = json.loads(line)
+    value = {"time": 0.25, "answers": [], "counters": {}}.get(words["do"], {"error": "no such thing"})
+    print(json.dumps(value), file=out, flush=True)
+"""
+
+
+def test_an_engine_that_is_late_costs_its_own_rows_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 8}))
+    (tmp_path / "engine.py").write_text(ENGINE)
+    monkeypatch.setattr(engine, "__file__", str(tmp_path / "engine.py"))
+    monkeypatch.setattr(engine, "about", lambda: ABOUT)
+    monkeypatch.setattr(engine.signal, "signal", lambda *arguments: None)
+    started: list[engine.Child] = []
+    begin = engine.Child.__init__
+
+    def remember(self: engine.Child, *arguments: Any) -> None:
+        begin(self, *arguments)
+        started.append(self)
+
+    monkeypatch.setattr(engine.Child, "__init__", remember)
+    rows = tmp_path / "rows.jsonl"
+    engines = [(engine.OURS, 0), (engine.PLAIN, 0)]
+    settings = engine.Settings(tmp_path, rows, engines, [1, 4], 32, 1, [4], 2, False)
+    with pytest.raises(RuntimeError, match="cannot profile:\nno such thing"):
+        engine.run(settings)
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert [(row["kernel"], row["users"], row["new_tokens"]) for row in found] == [
+        ("bitsandbytes 2", 1, 32),
+        ("bitsandbytes 2", 4, 32),
+        ("bitsandbytes 2", 1, 1),
+    ]
+    shown = capsys.readouterr().out
+    assert "halfbyte-0: did not start" in shown
+    assert "plain-0: ready after 1 s" in shown
+    for child in started:
+        assert select.select([child.answers], [], [], 10)[0]  # nobody is left who could write to it
+        assert child.answers.read() == ""
