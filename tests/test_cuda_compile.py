@@ -7,7 +7,9 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from itertools import combinations
 from pathlib import Path
@@ -326,6 +328,22 @@ def test_a_second_process_compiles_nothing(tiny: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(nvrtc, "_cubins", {})
     monkeypatch.setattr(nvrtc, "_compile", lambda *arguments: pytest.fail("compiled again"))
     assert nvrtc.compile("tiny", "sm_90a", {"VALUE": 1}) == first
+
+
+def test_threads_compile_a_kernel_once_and_two_at_once(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[int] = []
+    both = threading.Barrier(2, timeout=20)  # passed by two compilations at a time only
+
+    def compile(source: str, stem: str, arch: str, macros: dict[str, int]) -> bytes:
+        both.wait()
+        compiled.append(macros["VALUE"])
+        return b"cubin %d" % macros["VALUE"]
+
+    monkeypatch.setattr(nvrtc, "_compile", compile)
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(lambda i: nvrtc.compile("tiny", "sm_90a", {"VALUE": i % 2}), range(6)))
+    assert found == [b"cubin 0", b"cubin 1"] * 3
+    assert sorted(compiled) == [0, 1]
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: b"", lambda data: data[:-1] + b"\xff"])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -197,8 +199,26 @@ def test_prepare_calls_the_kernels_and_counts_nothing(loaders: Any, monkeypatch:
         vllm_layers.Layer, "_run", lambda self, kernel, rows, shard, out: runs.append((len(rows), shard.start))
     )
     layer.prepare([1, 4, 100], BF16)  # 100: bitsandbytes' business
-    assert runs == [(1, 0), (1, 3), (4, 0), (4, 3)]
+    assert sorted(runs) == [(1, 0), (1, 3), (4, 0), (4, 3)]
     assert not counts.totals()[0]
+
+
+@needs_kernels
+def test_prepare_compiles_side_by_side_and_tells_of_errors(loaders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = vllm_stub.parameter([quantised(8, 96)])
+    layer = vllm_layers.layer_of(weight, weight.bnb_shard_offsets)
+    both = threading.Barrier(2, timeout=20)  # passed by two calls at a time only
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(vllm_layers.Layer, "_run", lambda self, kernel, rows, shard, out: both.wait())
+    layer.prepare([1, 4], BF16)
+
+    def fail(self: Any, kernel: Any, rows: Tensor, shard: Any, out: Tensor) -> None:
+        if len(rows) == 4:
+            raise RuntimeError("no room")
+
+    monkeypatch.setattr(vllm_layers.Layer, "_run", fail)
+    with pytest.raises(RuntimeError, match="no room"):
+        layer.prepare([1, 4], BF16)
 
 
 def test_the_entry_point_is_where_vllm_looks() -> None:

@@ -8,7 +8,10 @@ stay where they are, scales are put together once, and one launch writes `out`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +21,7 @@ from torch import Tensor
 from torch._C import DispatchKeySet
 
 from ..counters import bucket, counts
-from ..kernels import Kernel
+from ..kernels import Kernel, nvrtc
 from ..ops import CheckedWeight, check_weight
 from . import bitsandbytes as switch
 
@@ -132,15 +135,37 @@ class Layer:
     def prepare(self, ms: Iterable[int], dtype: torch.dtype) -> None:
         """Compile and load what `multiply` will need for each of these numbers of rows; nothing is counted."""
         n, k = self.shape
-        for m in ms:
-            x = torch.zeros(m, k, dtype=dtype, device=self.shards[0].weight.device)
-            out = x.new_empty(m, n)
+        device = self.shards[0].weight.device
+
+        def call(m: int) -> None:
             try:
                 self.kernel(dtype, m)
             except switch.Unserved:
-                continue
+                return
+            x = torch.zeros(m, k, dtype=dtype, device=device)
+            out = x.new_empty(m, n)
             for shard in self.shards:
                 self._run(shard.weight.kernel(dtype, m), x, shard, out)
+
+        side_by_side(call, ms, device)
+
+
+def side_by_side(call: Callable[[int], None], ms: Iterable[int], device: torch.device) -> None:
+    """call(m) for each m, in threads: first calls compile, for half a second or more each, on a core each."""
+    listed = list(ms)
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        nvrtc.missing()  # imports what must not be imported by two threads at once
+
+    def there(m: int) -> None:
+        with torch.cuda.device(device) if on_gpu else nullcontext():  # a thread's own
+            call(m)
+
+    with ThreadPoolExecutor(max(1, min(len(listed), os.cpu_count() or 1))) as pool:
+        for _ in pool.map(there, listed):
+            pass  # an error is raised here
+    if on_gpu:
+        torch.cuda.synchronize(device)
 
 
 def layer_of(weight: Tensor, offsets: Tensor | Sequence[int]) -> Layer:

@@ -81,10 +81,9 @@ class Loading:
         layers = find_layers(model)
         if not layers:
             return  # bitsandbytes' 8-bit format, for example
-        if any(layer.shards[0].weight.device.type == "cuda" for layer in layers.values()):
-            for layer in layers.values():
+        for layer in layers.values():
+            if layer.shards[0].weight.device.type == "cuda":
                 layer.prepare(self._sizes or MS, DTYPE)
-            torch.cuda.synchronize()
         for line in describe(layers):
             logger.info("%s", line)
         if self._config is not None:

@@ -11,6 +11,7 @@ What is not folded is added by vLLM's kernels, and counted with the reason: long
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -246,9 +247,10 @@ class Adapters:
     def prepare(self, layer: Layer, ms: Iterable[int]) -> None:
         """Compile and load what `multiply` will need for each of these numbers of rows; nothing is counted."""
         n, k = layer.shape
-        for m in ms:
+
+        def call(m: int) -> None:
             x = torch.zeros(m, k, dtype=DTYPE, device=self.a.device)
-            try:
+            with suppress(switch.Unserved):
                 self._run(layer, x, x.new_zeros(m, dtype=torch.int32), x.new_empty(m, n))
-            except switch.Unserved:
-                continue
+
+        vllm_layers.side_by_side(call, ms, self.a.device)

@@ -3,6 +3,7 @@
 A compiled kernel's name on disk is a hash of its source, its options and the compiler's version, so that nothing stale
 is ever found. Entries are written beside their place and renamed into it: any number of processes may compile the same
 kernel at once, and a reader sees a whole entry or none. An entry carries a checksum; a damaged one is rebuilt.
+Threads of a process compile different kernels side by side, and each kernel once.
 
 The folder is $HALFBYTE_CACHE, or halfbyte/kernels under $XDG_CACHE_HOME or ~/.cache. Where it cannot be written, a
 folder of this user's under the temporary one serves, with a notice.
@@ -30,6 +31,7 @@ DIGEST_BYTES = 32
 _lock = threading.Lock()
 _importing = threading.Lock()  # cuda-core's first import fails where two threads are at it
 _cubins: dict[str, bytes] = {}
+_turns: dict[str, threading.Lock] = {}  # for threads that want one and the same kernel
 _kernels: dict[tuple[str, int], Any] = {}
 
 
@@ -57,16 +59,17 @@ def compile(stem: str, arch: str, macros: Mapping[str, int], source: str | None 
     source = source or _source(stem)
     key = _key(source, arch, macros)
     with _lock:
+        turn = _turns.setdefault(key, threading.Lock())
+    with turn:
         cubin = _cubins.get(key)
-    if cubin is not None:
+        if cubin is None:
+            path = cache_folder() / f"{stem}-{arch}-{key[:24]}.cubin"
+            cubin = _read(path)
+            if cubin is None:
+                cubin = _compile(source, stem, arch, macros)
+                _publish(path, cubin)
+            _cubins[key] = cubin
         return cubin
-    path = cache_folder() / f"{stem}-{arch}-{key[:24]}.cubin"
-    cubin = _read(path)
-    if cubin is None:
-        cubin = _compile(source, stem, arch, macros)
-        _publish(path, cubin)
-    with _lock:
-        return _cubins.setdefault(key, cubin)
 
 
 def load(
