@@ -163,6 +163,18 @@ def test_adapters_in_fp32_over_16_bit_activations():
         reference.assert_within_contract(layer(x), y)
 
 
+def test_prepare_readies_the_kernels_that_add_adapters():
+    model = adapted()
+    halfbyte.optimize(model)
+    model.base_model.set_adapter("one")
+    assert halfbyte.prepare(model, ms=(1, 8)) == 8  # two 4-bit layers, each alone and with its adapter
+    served = counts.totals()[0]
+    assert {operator: sum(sum(rows.values()) for rows in served[operator].values()) for operator in served} == {
+        "linear": 4,
+        "linear_adapters": 4,
+    }
+
+
 def test_changes_at_run_time_are_seen():
     """Scales, weights changed in place behind autograd's back, adapters loaded and deleted: nothing is remembered."""
     plain, model = adapted(), adapted()

@@ -272,6 +272,7 @@ def prepare(
 
     Kernels are compiled on first use, which a CUDA graph's capture does not allow, and each layer's launch is bound to
     its memory: so each layer is called once with zeros for every M in `ms`, the numbers of rows that will be captured.
+    So is each LoRA layer of PEFT over one, with the adapters that are active: kernels that add them are others.
     dtype: of the activations; by default each layer's own. progress: is told calls done and calls in all.
 
     Call it again after layers moved to other memory. Raises ValueError for an M below 1, or while a graph is captured.
@@ -280,13 +281,14 @@ def prepare(
         raise ValueError(f"prepare: ms must be numbers of rows from 1 up, got {list(ms)}")
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise ValueError("prepare: a CUDA graph is being captured; call it before the capture")
-    layers = [module for module in model.modules() if isinstance(module, QuantLinear)]
+    bases = ((module, getattr(module, "base_layer", module)) for module in model.modules())
+    layers = [(module, base) for module, base in bases if isinstance(base, QuantLinear)]
     total = len(layers) * len(ms)
     done = 0
     with torch.inference_mode():
-        for layer in layers:
+        for layer, base in layers:
             for m in ms:
-                layer(torch.zeros(m, layer.in_features, dtype=dtype or layer.weight_dtype, device=layer.weight.device))
+                layer(torch.zeros(m, base.in_features, dtype=dtype or base.weight_dtype, device=base.weight.device))
                 done += 1
                 if progress is not None:
                     progress(done, total)
