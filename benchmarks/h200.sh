@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# The standard set for a card, in about eleven minutes on an H200.
+# The standard set for a card, in about thirteen minutes on an H200.
 #
-#   benchmarks/h200.sh OUT [STEP ...]      steps: check linear layer nf4-16 overhead; all by default
+#   benchmarks/h200.sh OUT [STEP ...]      steps: check sanitize linear layer nf4-16 overhead; all by default
 #
 # Rows are appended to OUT/linear.jsonl, OUT/layer.jsonl, OUT/nf4-16.jsonl and OUT/overhead.jsonl as they are measured,
-# logs lie beside them. A step that fails or takes too long does not stop the next; the exit status is 1 if any did.
+# logs lie beside them. nf4-16 goes on with the cases of an earlier run of the same commit. A step that fails or takes too long does not stop the next; the exit status is 1 if any did.
 #   PYTHON            the interpreter (python3)
 #   BITSANDBYTES      a folder that holds bitsandbytes (and humming) and its dist-info, where it is not installed
 #   HALFBYTE_COMMIT   the commit, where this is not a git checkout
@@ -12,7 +12,7 @@ set -u
 out=${1:?usage: benchmarks/h200.sh OUT [STEP ...]}
 shift
 steps=("$@")
-[ ${#steps[@]} -gt 0 ] || steps=(check linear layer nf4-16 overhead)
+[ ${#steps[@]} -gt 0 ] || steps=(check sanitize linear layer nf4-16 overhead)
 mkdir -p "$out" && out=$(cd "$out" && pwd) || exit 2
 cd "$(dirname "$0")/.." || exit 2
 python=${PYTHON:-python3}
@@ -40,6 +40,9 @@ for name in "${steps[@]}"; do
         HALFBYTE_FUZZ=${HALFBYTE_FUZZ:-1000} HALFBYTE_FUZZ_COMPILE=${HALFBYTE_FUZZ_COMPILE:-3} step check 180 "$python" -m pytest -q -m gpu -p no:cacheprovider \
             ${workers[@]+"${workers[@]}"} tests/gpu/test_contract.py tests/gpu/test_fuzz.py tests/gpu/test_execution.py
         ;;
+    sanitize)
+        step sanitize 120 "$python" tests/gpu/sanitize.py --seconds 100
+        ;;
     linear)
         step linear 300 "$python" -m halfbyte bench linear --device cuda --shapes $shapes --M 1,2,4,8 \
             --formats nf4,nf4-64-nested --peers --seconds 0.25 --out "$out/linear.jsonl"
@@ -49,13 +52,13 @@ for name in "${steps[@]}"; do
             --peers --seconds 0.1 --out "$out/layer.jsonl"
         ;;
     nf4-16)
-        step nf4-16 300 "$python" -m halfbyte bench nf4-16 --out "$out/nf4-16.jsonl"
+        step nf4-16 300 "$python" -m halfbyte bench nf4-16 --resume --out "$out/nf4-16.jsonl"
         ;;
     overhead)
         step overhead 90 "$python" -m halfbyte bench overhead --device cuda --out "$out/overhead.jsonl"
         ;;
     *)
-        echo "no step '$name'; there are check, linear, layer, nf4-16, overhead" >&2
+        echo "no step '$name'; there are check, sanitize, linear, layer, nf4-16, overhead" >&2
         exit 2
         ;;
     esac

@@ -13,6 +13,7 @@ from rich.table import Table
 from ..terminal import DEFAULT_DEVICE, DeviceOption, console, notices, parse_numbers, parse_shapes, progress_bar
 
 if TYPE_CHECKING:
+    from .nf4_16 import Case
     from .rows import Row
 
 MsOption = Annotated[str, typer.Option("--M", help="Rows of x, comma-separated.")]
@@ -141,31 +142,52 @@ def _show(rows: Sequence[Row]) -> None:
 def bench_nf4_16_command(
     batches: Annotated[int, typer.Option(help="Batches a case.", min=1)] = 30,
     calls: Annotated[int, typer.Option(help="Calls a batch.", min=1)] = 10_000,
+    resume: Annotated[bool, typer.Option("--resume", help="Measure only what --out does not hold of this machine, "
+    "these versions and this commit.")] = False,
     out: OutOption = None,
-) -> None:
-    """bitsandbytes' 16-case single-token protocol, on a GPU, against bitsandbytes in this process."""
-    from .nf4_16 import CASES, cases, record
+) -> None:  # fmt: skip
+    """bitsandbytes' 16-case single-token protocol, on a GPU, against bitsandbytes in this process.
+
+    Each case's rows are written as they are measured; the score, a geometric mean, where all sixteen are there.
+    """
+    from .nf4_16 import CASES, cases, done_in, record
     from .rows import append
 
-    table = Table("N × K", "dtype", "nested", "halfbyte µs", "bitsandbytes µs", "speed-up")
-    results = []
-    for case in cases(batches, calls):
-        results.append(case)
-        ours, theirs = case.ours, case.theirs
-        if out:
-            append(out, [ours.record(), theirs.record()])
-        times = (f"{ours.timing.us:.2f}", f"{theirs.timing.us:.2f}", f"{case.speedup:.2f}")
-        table.add_row(f"{ours.N} × {ours.K}", ours.dtype, str(ours.nested), *times)
-        notices.print(
-            f"{len(results)}/{len(CASES)}: {ours.N} × {ours.K} {ours.format} {ours.dtype}: {times[0]} µs, "
-            f"bitsandbytes {times[1]} µs",
-            highlight=False,
-        )
+    if resume and not out:
+        raise ValueError("bench nf4-16 --resume goes on with a file: name it with --out")
+    results = done_in(out, batches, calls) if resume and out else []
+    if results:
+        notices.print(f"{len(results)} of {len(CASES)} cases are in {out}", highlight=False)
+    try:
+        for case in cases(batches, calls, tuple(results)):
+            results.append(case)
+            if out:
+                append(out, [case.ours, case.theirs])
+            notices.print(f"{len(results)}/{len(CASES)}: {_case_in_words(case)}", highlight=False)
+    finally:
+        if results:
+            _show_cases(results)
+        if out and 0 < len(results) < len(CASES):
+            notices.print(f"{len(CASES) - len(results)} cases are missing; --resume goes on with them", highlight=False)
     row = record(results)
     if out:
         append(out, [row])
-    console.print(table)
     console.print(f"geometric mean: {row['geomean_speedup']:.3f} × as fast as {row['peer']}", highlight=False)
+
+
+def _case_in_words(case: Case) -> str:
+    ours, theirs = case.ours, case.theirs
+    shape = f"{ours['N']} × {ours['K']} {ours['format']} {ours['dtype']}"
+    return f"{shape}: {ours['us']:.2f} µs, bitsandbytes {theirs['us']:.2f} µs"
+
+
+def _show_cases(results: Sequence[Case]) -> None:
+    table = Table("N × K", "dtype", "nested", "halfbyte µs", "bitsandbytes µs", "speed-up")
+    for case in results:
+        ours, theirs = case.ours, case.theirs
+        times = (f"{ours['us']:.2f}", f"{theirs['us']:.2f}", f"{case.speedup:.2f}")
+        table.add_row(f"{ours['N']} × {ours['K']}", ours["dtype"], str(ours["nested"]), *times)
+    console.print(table)
 
 
 def bench_overhead_command(

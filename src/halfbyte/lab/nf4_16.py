@@ -3,16 +3,23 @@
 Four shapes, fp16 and bf16, plain and nested statistics, M = 1; each case 100 warm-up calls, then 30 batches of 10,000
 calls between CUDA events, ours and bitsandbytes' by turns; a case's time is its median batch, the score the geometric
 mean of bitsandbytes' time over ours. Both are called as models call them, through torch.ops, so the host's share is in
-it; one copy of the weight, so caches that are large enough hold it. That is 9.6 million calls: two to three minutes.
+it; one copy of the weight, so caches that are large enough hold it. That is 9.6 million calls: three to four minutes.
+
+The score needs all cases. They are rows of their own, written as they are measured, so a run that broke off keeps what
+it has and another goes on with the rest.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,31 +40,40 @@ CASES = [(n, k, nested, dtype) for n, k in SHAPES for nested in (False, True) fo
 WARMUP, BATCHES, CALLS = 100, 30, 10_000
 
 
+SUITE, CASE_SUITE = "nf4-16", "nf4-16-case"
+Key = tuple[int, int, bool, str]  # N, K, nested, dtype
+Record = dict[str, Any]
+SAME = ("device", "arch", "driver", "torch", "commit")  # of a run that goes on with another's cases
+
+
 @dataclass(frozen=True)
 class Case:
-    """One case: the rows of both operators, of suite "nf4-16-case"."""
+    """One case: both operators' rows of suite CASE_SUITE, which also hold how many `batches` of how many `calls`."""
 
-    ours: Row
-    theirs: Row
+    ours: Record
+    theirs: Record
+
+    @property
+    def key(self) -> Key:
+        row = self.ours
+        return row["N"], row["K"], row["nested"], row["dtype"]
 
     @property
     def speedup(self) -> float:
-        return self.theirs.timing.us / self.ours.timing.us
+        return float(self.theirs["us"] / self.ours["us"])
 
 
-def cases(batches: int = BATCHES, calls: int = CALLS) -> Iterator[Case]:
-    """Measure every case on the current GPU, one after another.
+def cases(batches: int = BATCHES, calls: int = CALLS, done: Sequence[Case] = ()) -> Iterator[Case]:
+    """Measure every case that is not done on the current GPU, one after another.
 
     Raises ValueError where there is no GPU, no bitsandbytes, or where its operators run on halfbyte.
     """
-    if not torch.cuda.is_available():
-        raise ValueError("bench nf4-16 needs a CUDA GPU; torch sees none")
-    peer = installed("bitsandbytes")
-    if peer is None:
-        raise ValueError("bench nf4-16 measures against bitsandbytes, which is not installed: pip install bitsandbytes")
-    device = torch.device("cuda", torch.cuda.current_device())
+    device, peer = _required()
     environment = Environment.of(device)
+    held = {case.key for case in done}
     for n, k, nested, name in CASES:
+        if (n, k, nested, name) in held:
+            continue
         weight = quantize(torch.randn(n, k, device=device), "nf4-64-nested" if nested else "nf4-64")
         dtype = DTYPE_NAMES[name]
         x = torch.randn(1, k, device=device).to(dtype)
@@ -68,7 +84,7 @@ def cases(batches: int = BATCHES, calls: int = CALLS) -> Iterator[Case]:
             timings = _timings(operators, batches, calls)
         rows = [
             Row(
-                suite="nf4-16-case",
+                suite=CASE_SUITE,
                 environment=environment,
                 kernel=which,
                 format=weight.format.key,
@@ -85,19 +101,55 @@ def cases(batches: int = BATCHES, calls: int = CALLS) -> Iterator[Case]:
             )
             for which in operators
         ]
-        yield Case(*rows)
+        yield Case(*({**row.record(), "batches": batches, "calls": calls} for row in rows))
 
 
-def record(results: list[Case]) -> dict[str, object]:
-    """The suite's one row, of all cases."""
+def done_in(path: Path, batches: int = BATCHES, calls: int = CALLS) -> list[Case]:
+    """The cases of a result file that a run here and now need not measure again, the newest of each.
+
+    Those are of the same machine, driver, torch, commit and bitsandbytes, and as many batches and calls; none where the
+    source has changes that are in no commit. Raises ValueError as `cases` does.
+    """
+    device, peer = _required()
+    now = asdict(Environment.of(device))
+    if now["commit"].endswith("+") or not path.exists():
+        return []
+    wanted = {**{name: now[name] for name in SAME}, "suite": CASE_SUITE, "batches": batches, "calls": calls}
+    rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    rows = [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
+    found = {}
+    for ours, theirs in pairwise(rows):  # a case's two rows are written together
+        case = Case(ours, theirs)
+        if ours["kernel"].startswith("halfbyte ") and theirs["kernel"].startswith(f"{peer} "):
+            found[case.key] = case
+    return [found[key] for key in CASES if key in found]
+
+
+def record(results: Sequence[Case]) -> dict[str, object]:
+    """The suite's one row, of all cases. Raises ValueError where some are missing: it would be another score."""
+    missing = set(CASES) - {case.key for case in results}
+    if missing:
+        raise ValueError(f"{len(missing)} of the {len(CASES)} cases of nf4-16 are missing, so there is no score")
+    first = results[0].ours
     return {
-        "suite": "nf4-16",
-        **asdict(results[0].ours.environment),
-        "kernel": results[0].ours.kernel,
-        "peer": results[0].theirs.kernel,
+        "suite": SUITE,
+        **{name: first[name] for name in SAME},
+        "date": max(case.ours["date"] for case in results),
+        "kernel": first["kernel"],
+        "peer": results[0].theirs["kernel"],
         "geomean_speedup": math.exp(statistics.fmean(math.log(case.speedup) for case in results)),
         "cases": len(results),
     }
+
+
+def _required() -> tuple[torch.device, str]:
+    """The current GPU, and the peer with its version. Raises ValueError where one is missing."""
+    if not torch.cuda.is_available():
+        raise ValueError("bench nf4-16 needs a CUDA GPU; torch sees none")
+    peer = installed("bitsandbytes")
+    if peer is None:
+        raise ValueError("bench nf4-16 measures against bitsandbytes, which is not installed: pip install bitsandbytes")
+    return torch.device("cuda", torch.cuda.current_device()), peer
 
 
 def _operators(weight: PackedWeight, x: Tensor, peer: str) -> dict[str, Callable[[], Tensor]]:
