@@ -4,7 +4,8 @@
 #   benchmarks/h200.sh OUT [STEP ...]      steps: check sanitize linear layer nf4-16 overhead; all by default
 #
 # Rows are appended to OUT/linear.jsonl, OUT/layer.jsonl, OUT/nf4-16.jsonl and OUT/overhead.jsonl as they are measured,
-# logs lie beside them. nf4-16 goes on with the cases of an earlier run of the same commit. A step that fails or takes too long does not stop the next; the exit status is 1 if any did.
+# logs lie beside them. A step that fails or takes too long does not stop the next; the exit status is 1 if any did.
+# nf4-16 goes on with the cases of an earlier run of the same commit.
 #   PYTHON            the interpreter (python3)
 #   BITSANDBYTES      a folder that holds bitsandbytes (and humming) and its dist-info, where it is not installed
 #   HALFBYTE_COMMIT   the commit, where this is not a git checkout
