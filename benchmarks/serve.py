@@ -1,7 +1,8 @@
 """What halfbyte changes in a vLLM server, measured from outside with `vllm bench serve`, noise included.
 
 usage: python benchmarks/serve.py MODEL --out rows.jsonl [--users 1,16,32,64] [--adapters 0,1,8] [--adapter-dirs DIR]
-                                  [--rounds 1] [--prompt 128] [--tokens 128] [-- arguments for the server]
+                                  [--rounds 1] [--prompt 128] [--tokens 128] [--together]
+                                  [-- arguments for the server]
 
 Run it with the Python of vLLM's environment, where halfbyte is installed. For each number of adapters, servers are
 started in the order plain, halfbyte, halfbyte, plain (the next round the other way round), each time anew: so each arm
@@ -9,6 +10,9 @@ runs twice, and what two runs of one arm differ by is the noise that a differenc
 server answers random prompts of --prompt tokens with --tokens tokens for every number of users, requests taking the
 adapters in turn, and some fixed prompts whose answers are compared: position of the first differing token, and distance
 of logprobs up to there, between the arms and between two runs of the plain one.
+
+--together: the servers of a number of adapters start at once and stay, and one at a time is asked, which spares waiting
+for them; the GPU must hold them all (-- --gpu-memory-utilization 0.1 --kv-cache-memory-bytes 4294967296).
 
 --adapter-dirs: a folder with adapters in folders 0, 1, 2, … (PEFT's files). Rows: docs/serving.md.
 """
@@ -25,12 +29,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from vllm_process import NAME, Server
+from vllm_process import NAME, Client, Server
 
 PLAIN, OURS = "plain", "halfbyte"
 ORDER = (PLAIN, OURS, OURS, PLAIN)
@@ -59,6 +64,7 @@ class Settings:
     prompt: int = 128
     tokens: int = 128
     requests: int = 4  # for each user
+    together: bool = False
     server: Sequence[str] = ()
 
     def check(self) -> None:
@@ -131,31 +137,40 @@ def metrics_of(result: Mapping[str, Any], requests: int) -> dict[str, float]:
     return {ours: float(result[theirs]) for ours, theirs in METRICS.items()}
 
 
-def measure(settings: Settings, adapters: int, arm: str, work: Path) -> Run:
-    """Start a server, measure, ask the fixed prompts, stop it."""
+def start(settings: Settings, adapters: int, arm: str, work: Path) -> Server:
+    """A server of an arm, not ready yet."""
     environment = dict(os.environ)
     environment.pop("HALFBYTE_DISABLE", None)
     if arm == PLAIN:
         environment["HALFBYTE_DISABLE"] = "1"
-    run = Run(arm)
+    if settings.together:  # servers that start at once would write the same files
+        environment["VLLM_CACHE_ROOT"] = str(work / "cache")
     arguments = server_arguments(settings, adapters)
-    with Server(sys.executable, settings.model, arguments, environment, work / "server.log") as server:
-        server.wait()
+    return Server(sys.executable, settings.model, arguments, environment, work / "server.log")
+
+
+def measure(settings: Settings, adapters: int, runs: Sequence[Run], client: Client, work: Path) -> Iterator[int]:
+    """Start a server for each run, ask the fixed prompts, measure one server after the other, and stop all.
+
+    Yields each number of users that all runs have.
+    """
+    with ExitStack() as stack:
+        servers = [stack.enter_context(start(settings, adapters, run.arm, work / str(i))) for i, run in enumerate(runs)]
+        for server in servers:
+            server.wait()
+        for run, server in zip(runs, servers, strict=True):
+            for i, prompt in enumerate(probes(settings.prompt)):
+                for model in (NAME, *map(str, range(adapters))):
+                    run.answers[i, model] = server.complete(model, prompt, PROBE_TOKENS)
         for users in settings.users:
-            result = work / f"{users}.json"
-            words = client_arguments(settings, server.url, adapters, users, result)
-            command = [sys.executable, "-m", "vllm.entrypoints.cli.main", *words]
-            with (work / "client.log").open("w") as log:
-                done = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=work)
-            if done.returncode:
-                raise RuntimeError(f"vllm bench serve failed:\n{(work / 'client.log').read_text()[-3000:]}")
-            run.speeds[users] = metrics_of(json.loads(result.read_text()), settings.requests * users)
-        for i, prompt in enumerate(probes(settings.prompt)):
-            for model in (NAME, *map(str, range(adapters))):
-                run.answers[i, model] = server.complete(model, prompt, PROBE_TOKENS)
-        server.stop()
-        check_arm(arm, server.log)
-    return run
+            for i, (run, server) in enumerate(zip(runs, servers, strict=True)):
+                result = work / str(i) / f"{users}.json"
+                client.run(client_arguments(settings, server.url, adapters, users, result))
+                run.speeds[users] = metrics_of(json.loads(result.read_text()), settings.requests * users)
+            yield users
+        for run, server in zip(runs, servers, strict=True):
+            server.stop()
+            check_arm(run.arm, server.log)
 
 
 def probes(length: int) -> list[list[int]]:
@@ -240,34 +255,35 @@ def agreement(runs: Sequence[Run]) -> dict[str, dict[str, float]]:
     }
 
 
-def rows(settings: Settings, adapters: int, runs: Sequence[Run], about: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Two rows for each number of users, of suite `serve`; about: the fields that all rows share."""
+def rows(
+    settings: Settings, adapters: int, runs: Sequence[Run], about: Mapping[str, Any], users: int
+) -> Iterator[dict[str, Any]]:
+    """The two rows of a number of users, of suite `serve`; about: the fields that all rows share."""
     answers = agreement(runs)
     config = json.loads((settings.model / "config.json").read_text())
     quantization = config.get("quantization_config") or {}
     nested = bool(quantization.get("bnb_4bit_use_double_quant", not quantization))  # in flight vLLM nests
     family = quantization.get("bnb_4bit_quant_type", "nf4")
     rank = rank_of(settings.adapter_dirs / "0") if adapters and settings.adapter_dirs else 0
-    for users in settings.users:
-        for arm, fields in summarise(runs, users).items():
-            yield {
-                "suite": "serve",
-                **about,
-                "kernel": f"halfbyte {about['halfbyte']}" if arm == OURS else f"bitsandbytes {about['bitsandbytes']}",
-                "format": f"{family}-64" + ("-nested" if nested else ""),
-                "nested": nested,
-                "dtype": "bf16",
-                "adapters": adapters,
-                "rank": rank,
-                "engine": f"vllm {about['vllm']}",
-                "model": settings.model.name,
-                "layers": config.get("num_hidden_layers"),
-                "users": users,
-                "prompt_tokens": settings.prompt,
-                "new_tokens": settings.tokens,
-                **fields,
-                **answers[arm],
-            }
+    for arm, fields in summarise(runs, users).items():
+        yield {
+            "suite": "serve",
+            **about,
+            "kernel": f"halfbyte {about['halfbyte']}" if arm == OURS else f"bitsandbytes {about['bitsandbytes']}",
+            "format": f"{family}-64" + ("-nested" if nested else ""),
+            "nested": nested,
+            "dtype": "bf16",
+            "adapters": adapters,
+            "rank": rank,
+            "engine": f"vllm {about['vllm']}",
+            "model": settings.model.name,
+            "layers": config.get("num_hidden_layers"),
+            "users": users,
+            "prompt_tokens": settings.prompt,
+            "new_tokens": settings.tokens,
+            **fields,
+            **answers[arm],
+        }
 
 
 def table(records: Sequence[Mapping[str, Any]]) -> str:
@@ -320,6 +336,7 @@ def parse(words: Sequence[str]) -> tuple[Settings, Path]:
     parser.add_argument("--adapter-dirs", type=Path)
     for name, default in (("rounds", 1), ("prompt", 128), ("tokens", 128), ("requests", 4)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--together", action="store_true")
     given = vars(parser.parse_args(words))
     out = given.pop("out")
     for name in ("model", "adapter_dirs"):
@@ -336,18 +353,28 @@ def main() -> None:
     settings, out = parse(sys.argv[1:])
     shared = about()
     records: list[dict[str, Any]] = []
+
+    def keep(adapters: int, runs: Sequence[Run], users: int) -> None:
+        new = list(rows(settings, adapters, runs, shared, users))
+        with out.open("a") as file:
+            file.write("".join(json.dumps(record) + "\n" for record in new))
+        records.extend(new)
+        print("\n".join(table(new).splitlines()[len(records) > len(new) :]), flush=True)
+
     with tempfile.TemporaryDirectory(prefix="halfbyte-serve-") as folder:
-        for adapters in settings.adapters:
-            runs = []
-            for i, arm in enumerate(schedule(settings.rounds)):
-                print(f"{adapters} adapters, server {i + 1}: {arm}", file=sys.stderr, flush=True)
-                work = Path(folder) / f"{adapters}-{i}-{arm}"
-                runs.append(measure(settings, adapters, arm, work))
-            new = list(rows(settings, adapters, runs, shared))
-            with out.open("a") as file:
-                file.write("".join(json.dumps(record) + "\n" for record in new))
-            records += new
-    print(table(records))
+        work = Path(folder)
+        with Client(sys.executable, os.environ, work / "client.log") as client:
+            for adapters in settings.adapters:
+                runs = [Run(arm) for arm in schedule(settings.rounds)]
+                if settings.together:
+                    for users in measure(settings, adapters, runs, client, work / str(adapters)):
+                        keep(adapters, runs, users)
+                    continue
+                for i, run in enumerate(runs):
+                    print(f"{adapters} adapters, server {i + 1}: {run.arm}", file=sys.stderr, flush=True)
+                    list(measure(settings, adapters, [run], client, work / f"{adapters}-{i}"))
+                for users in settings.users:
+                    keep(adapters, runs, users)
 
 
 if __name__ == "__main__":

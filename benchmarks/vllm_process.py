@@ -1,4 +1,4 @@
-"""A vLLM server as a process: started, waited for, asked over HTTP, stopped. Nothing here imports vLLM."""
+"""vLLM's server and its `vllm bench serve` as processes: started, asked, stopped. Nothing here imports vLLM."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +99,58 @@ class Server:
             except subprocess.TimeoutExpired:
                 os.killpg(self.process.pid, signal.SIGKILL)
                 self.process.wait()
+
+
+CLIENT = """
+import json, os, sys, traceback
+answers = os.fdopen(int(sys.argv[1]), "w")
+from vllm.entrypoints.cli.main import main
+for line in sys.stdin:
+    sys.argv = ["vllm", *json.loads(line)]
+    problem = None
+    try:
+        main()
+    except BaseException:
+        problem = traceback.format_exc()
+    print(json.dumps(problem), file=answers, flush=True)
+"""
+
+
+class Client:
+    """vLLM's command line, again and again in one process, as importing vLLM takes many seconds; a context manager.
+
+    python: of the environment that vLLM is in. log: the file for what it prints.
+    """
+
+    def __init__(self, python: str, environment: Mapping[str, str], log: Path) -> None:
+        self.log_file = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        reader, writer = os.pipe()
+        with log.open("w") as out:
+            self.process = subprocess.Popen(
+                [python, "-c", CLIENT, str(writer)], stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT,
+                env=dict(environment), cwd=log.parent, pass_fds=(writer,), text=True, start_new_session=True,
+            )  # fmt: skip
+        os.close(writer)
+        self.answers = os.fdopen(reader)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.answers.close()
+
+    def run(self, words: Sequence[str]) -> None:
+        """`vllm WORDS`. Raises RuntimeError with what it said where that fails."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(list(words)) + "\n")
+            self.process.stdin.flush()
+        line = self.answers.readline()
+        problem = json.loads(line) if line else "the process has ended"
+        if problem is not None:
+            said = self.log_file.read_text(errors="replace")[-3000:]
+            raise RuntimeError(f"vllm {' '.join(words[:2])} failed:\n{said}\n{problem}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import serve
-from vllm_process import Server
+from vllm_process import Client, Server
 
 ABOUT = {"device": "a GPU", "halfbyte": "0.1.0", "bitsandbytes": "0.50.2", "vllm": "0.32.0"}
 
@@ -89,7 +90,7 @@ def test_rows_have_the_suite_s_fields(model: Path) -> None:
         model, "--users", "1,16", "--adapters", "2", "--adapter-dirs", str(model.parent / "adapters")
     )
     runs = [run_of("plain", 100), run_of("halfbyte", 208), run_of("halfbyte", 204), run_of("plain", 112)]
-    records = list(serve.rows(settings, 2, runs, ABOUT))
+    records = [row for users in settings.users for row in serve.rows(settings, 2, runs, ABOUT, users)]
     assert [(row["users"], row["kernel"]) for row in records] == [
         (1, "bitsandbytes 0.50.2"), (1, "halfbyte 0.1.0"), (16, "bitsandbytes 0.50.2"), (16, "halfbyte 0.1.0"),
     ]  # fmt: skip
@@ -142,7 +143,7 @@ def test_failed_requests_and_the_wrong_arm_are_errors() -> None:
 
 
 STAND_IN = """
-import json, sys
+import json, os, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 class Handler(BaseHTTPRequestHandler):
     def answer(self, text):
@@ -151,10 +152,13 @@ class Handler(BaseHTTPRequestHandler):
         self.answer("ok")
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        choice = {"token_ids": body["prompt"], "logprobs": {"token_logprobs": [-1.0] * body["max_tokens"]}}
+        count = body["max_tokens"]
+        choice = {"token_ids": body["prompt"][:count], "logprobs": {"token_logprobs": [-1.0] * count}}
         self.answer(json.dumps({"choices": [choice]}))
     def log_message(self, *words): pass
 print("arguments", sys.argv[1:], flush=True)
+if os.environ.get("HALFBYTE_DISABLE") != "1":
+    print("halfbyte serves 1 x", flush=True)
 HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
 """
 
@@ -194,3 +198,61 @@ def test_parse_takes_what_the_usage_says(model: Path) -> None:
     )
     assert out == Path("rows.jsonl")
     assert (settings.rounds, settings.tokens, settings.users, list(settings.server)) == (2, 32, [1, 16, 32, 64], [])
+
+
+BENCH = """
+import json, os, pathlib, sys
+def main():
+    words = sys.argv
+    if words[1:3] != ["bench", "serve"]:
+        raise SystemExit("no such command")
+    said = {each: words[words.index(each) + 1] for each in words if each.startswith("--") and each != words[-1]}
+    with open(os.environ["ASKED"], "a") as asked:
+        print(os.getpid(), said["--base-url"], said["--max-concurrency"], file=asked)
+    result = dict.fromkeys(METRICS, 2.0) | {"completed": int(said["--num-prompts"])}
+    (pathlib.Path(said["--result-dir"]) / said["--result-filename"]).write_text(json.dumps(result))
+""".replace("METRICS", repr(list(serve.METRICS.values())))
+
+
+def stand_in_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bench: str) -> Path:
+    """vLLM's server and command line are stand-ins; the file that says which server was asked, and by which process."""
+    environment = stand_in(tmp_path, STAND_IN)
+    (tmp_path / "site" / "vllm" / "entrypoints" / "cli").mkdir()
+    (tmp_path / "site" / "vllm" / "entrypoints" / "cli" / "main.py").write_text(bench)
+    monkeypatch.setenv("PYTHONPATH", environment["PYTHONPATH"])
+    monkeypatch.setenv("ASKED", str(tmp_path / "asked"))
+    monkeypatch.delenv("HALFBYTE_DISABLE", raising=False)
+    monkeypatch.setattr(serve, "about", lambda: ABOUT)
+    return tmp_path / "asked"
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_servers_one_by_one_or_together_give_the_same_rows(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
+    asked = stand_in_for_all(tmp_path, monkeypatch, BENCH)
+    out = tmp_path / "rows.jsonl"
+    words = [str(model), "--out", str(out), "--users", "1,4", "--adapters", "0", *["--together"] * together]
+    monkeypatch.setattr(sys, "argv", ["serve.py", *words])
+    serve.main()
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["users"], row["kernel"]) for row in rows] == [
+        (1, "bitsandbytes 0.50.2"), (1, "halfbyte 0.1.0"), (4, "bitsandbytes 0.50.2"), (4, "halfbyte 0.1.0"),
+    ]  # fmt: skip
+    assert all(len(row["runs"]) == 2 for row in rows)
+    clients, urls, users = zip(*(line.split() for line in asked.read_text().splitlines()), strict=True)
+    assert len(set(clients)) == 1  # one process imported vLLM for all
+    assert len(set(urls)) == 4
+    assert list(users) == (["1"] * 4 + ["4"] * 4 if together else ["1", "4"] * 4)
+    assert list(urls) == ([*urls[:4], *urls[:4]] if together else [url for url in urls[::2] for _ in range(2)])
+
+
+def test_a_client_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_for_all(tmp_path, monkeypatch, BENCH)
+    with Client(sys.executable, dict(os.environ), tmp_path / "client.log") as client:
+        with pytest.raises(RuntimeError, match="no such command"):
+            client.run(["bench", "latency"])
+        client.process.kill()
+        client.process.wait()
+        with pytest.raises(RuntimeError, match="the process has ended"):
+            client.run(["bench", "serve"])
