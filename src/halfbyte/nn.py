@@ -286,9 +286,13 @@ def prepare(
     total = len(layers) * len(ms)
     done = 0
     with torch.inference_mode():
-        for layer, base in layers:
-            for m in ms:
-                layer(torch.zeros(m, base.in_features, dtype=dtype or base.weight_dtype, device=base.weight.device))
+        for m in ms:
+            zeros: dict[Any, Tensor] = {}  # one x for all that it fits: some layers share a launch for one input
+            for layer, base in layers:
+                what = base.in_features, dtype or base.weight_dtype, base.weight.device
+                if what not in zeros:
+                    zeros[what] = torch.zeros(m, what[0], dtype=what[1], device=what[2])
+                layer(zeros[what])
                 done += 1
                 if progress is not None:
                     progress(done, total)

@@ -24,6 +24,7 @@ from ..nn import Operands, QuantLinear
 from ..ops import linear_op
 from ..plan import plan
 from .bitsandbytes import OUR_BACKENDS, SERVED_ROWS, decoding_is_faster, format_key, put_back, raw_parts
+from .join import Joined, joins
 
 KNOWN = (Linear4bit, LinearNF4, LinearFP4)  # their forward is the one that is replaced
 MOST_ROWS = 1 << 20  # no more rows of x than these are asked about
@@ -76,6 +77,9 @@ class QuantLinear4bit(QuantLinear, Linear4bit):  # type: ignore[misc]
             bias = bias.to(dtype)
         return dtype, raw_parts(weight, state), bias, key, n, k
 
+    def _part_list(self) -> list[Tensor]:
+        return raw_parts(self.weight, self._state)
+
     @property
     def _state(self) -> Any:
         """bitsandbytes' QuantState of the weight."""
@@ -110,6 +114,13 @@ class QuantLinear4bit(QuantLinear, Linear4bit):  # type: ignore[misc]
 
     def adopt(self, weight: PackedWeight) -> None:
         raise TypeError("QuantLinear4bit: its weight is bitsandbytes'; call halfbyte.restore(model) to replace layers")
+
+
+class JoinedLinear4bit(Joined, QuantLinear4bit):
+    """A QuantLinear4bit that shares a launch with others of the same input (`join.py`)."""
+
+
+joins(QuantLinear4bit, JoinedLinear4bit)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

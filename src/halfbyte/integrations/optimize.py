@@ -12,6 +12,9 @@ from collections import Counter
 
 from torch import nn
 
+from ..nn import QuantLinear
+from .join import JoinedLinear, join, separate
+
 logger = logging.getLogger("halfbyte")
 
 
@@ -37,17 +40,18 @@ def optimize(model: nn.Module) -> int:
         from .peft import fold
 
         count += fold(model, left)
+    count += sum(isinstance(layer, JoinedLinear) for layer in join(model))  # those of bitsandbytes are counted already
     for reason, number in left.items():
         logger.warning("optimize: %d layers stay as they are: %s", number, reason)
     if not count:
-        why = "; ".join(left) or "it has no bitsandbytes.nn.Linear4bit, and no LoRA over a QuantLinear"
+        why = "; ".join(left) or "it has no bitsandbytes.nn.Linear4bit, and no QuantLinears with LoRA or of one input"
         raise ValueError(f"optimize: nothing to do in this model: {why}")
     return count
 
 
 def restore(model: nn.Module) -> int:
     """Undo `optimize`: the same objects are of their own classes again. Returns how many layers; 0 if none was."""
-    count = 0
+    count = sum(type(layer) is QuantLinear for layer in separate(model))
     if "peft" in sys.modules:
         from .peft import unfold
 
