@@ -208,11 +208,28 @@ def start_trace(worker: Any) -> None:
     worker.halfbyte_trace.__enter__()
 
 
-def stop_trace(worker: Any) -> dict[str, tuple[int, float]]:
-    """Each kernel's calls and microseconds on the GPU since `start_trace`."""
+def stop_trace(worker: Any) -> dict[str, Any]:
+    """Since `start_trace`: each kernel's calls and microseconds on the GPU; the microseconds from the first one's start
+    to the last one's end (span_us), and those of them in which any ran (covered_us).
+    """
+    from torch.autograd import DeviceType
+
     trace = worker.__dict__.pop("halfbyte_trace")
     trace.__exit__(None, None, None)
-    return {each.key: (each.count, each.self_device_time_total) for each in trace.key_averages()}
+    kernels: dict[str, list[float]] = {}
+    spans = []
+    for event in trace.events():
+        if event.device_type == DeviceType.CUDA:
+            start, end = event.time_range.start, event.time_range.end
+            calls, us = kernels.get(event.name, (0, 0.0))
+            kernels[event.name] = [calls + 1, us + end - start]
+            spans.append((start, end))
+    spans.sort()
+    covered, latest = 0.0, spans[0][0] if spans else 0.0
+    for start, end in spans:
+        covered += max(0.0, end - max(start, latest))
+        latest = max(latest, end)
+    return {"kernels": kernels, "covered_us": covered, "span_us": latest - spans[0][0] if spans else 0.0}
 
 
 class Engine:
@@ -250,22 +267,27 @@ class Engine:
         return found
 
     def profile(self, users: int) -> dict[str, Any]:
-        """GPU time of a decode step, in all and by kernel: what TRACED more tokens of each user take longer."""
+        """GPU time of a decode step, in all and by kernel: what TRACED more tokens of each user take longer.
+
+        step_us: from step to step; covered_us: of that with a kernel at work; busy_us: the sum of all kernels' times.
+        """
         short, long = (self._trace(users, tokens) for tokens in (4, 4 + TRACED))
         kernels = []
-        for name, (calls, us) in long.items():
-            before = short.get(name, (0, 0.0))
+        for name, (calls, us) in long["kernels"].items():
+            before = short["kernels"].get(name, (0, 0.0))
             each = {"kernel": name[:120], "calls": (calls - before[0]) / TRACED, "us": (us - before[1]) / TRACED}
             if each["calls"] > 0:
                 kernels.append(each)
         kernels.sort(key=lambda each: -each["us"])
-        return {"users": users, "busy_us": sum(each["us"] for each in kernels), "kernels": kernels[:40]}
+        step, covered = ((long[name] - short[name]) / TRACED for name in ("span_us", "covered_us"))
+        busy = sum(each["us"] for each in kernels)
+        return {"users": users, "step_us": step, "covered_us": covered, "busy_us": busy, "kernels": kernels[:40]}
 
-    def _trace(self, users: int, tokens: int) -> dict[str, tuple[int, float]]:
-        """Each kernel's calls and microseconds on the GPU in a run."""
+    def _trace(self, users: int, tokens: int) -> dict[str, Any]:
+        """`stop_trace` of a run."""
         self.llm.collective_rpc(start_trace)
         self._generate(users, tokens, 1)
-        found: dict[str, tuple[int, float]] = self.llm.collective_rpc(stop_trace)[0]
+        found: dict[str, Any] = self.llm.collective_rpc(stop_trace)[0]
         return found
 
     def counters(self) -> dict[str, Any]:
@@ -460,7 +482,8 @@ def distance(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]
 
 def describe(name: str, trace: Mapping[str, Any]) -> Iterator[str]:
     """A trace for people."""
-    yield f"{name}, {trace['users']} users: the GPU is busy for {trace['busy_us'] / 1e3:.3f} ms of a step"
+    step, covered, busy = (trace[each] / 1e3 for each in ("step_us", "covered_us", "busy_us"))
+    yield f"{name}, {trace['users']} users: {step:.3f} ms a step, {covered:.3f} with a kernel at work, sum {busy:.3f}"
     for each in trace["kernels"][:14]:
         yield f"  {each['us']:8.1f} us  {each['calls']:5.1f} ×  {each['kernel'][:80]}"
 

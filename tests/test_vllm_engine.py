@@ -6,10 +6,12 @@ import json
 import select
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
@@ -103,6 +105,30 @@ def test_an_arm_that_did_not_start_leaves_the_other_its_rows(tmp_path: Path) -> 
 @pytest.mark.parametrize(("users", "sizes"), [(1, [1]), (16, [1, 2, 4, 8, 16]), (24, [1, 2, 4, 8, 16, 24])])
 def test_graphs_are_captured_for_few_sizes_and_the_most_users(users: int, sizes: list[int]) -> None:
     assert engine.graph_sizes(users) == sizes
+
+
+def test_a_trace_tells_kernels_apart_from_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    def event(name: str, start: float, end: float, device: DeviceType = DeviceType.CUDA) -> SimpleNamespace:
+        return SimpleNamespace(name=name, device_type=device, time_range=SimpleNamespace(start=start, end=end))
+
+    events = [
+        event("b", 14, 20), event("a", 10, 12), event("a", 18, 19), event("launch", 0, 90, DeviceType.CPU),
+        event("c", 19, 24),
+    ]  # fmt: skip
+    trace = SimpleNamespace(events=lambda: events, __exit__=lambda *error: None)
+    worker = SimpleNamespace(halfbyte_trace=trace)
+    found = engine.stop_trace(worker)
+    assert found == {"kernels": {"b": [1, 6], "a": [2, 3], "c": [1, 5]}, "covered_us": 12, "span_us": 14}
+    assert not vars(worker)
+
+    empty = {"kernels": {}, "covered_us": 0.0, "span_us": 0.0}
+    traces = iter([empty, found])
+    asked = engine.Engine.__new__(engine.Engine)
+    monkeypatch.setattr(asked, "_trace", lambda users, tokens: next(traces))
+    profile = asked.profile(4)
+    assert profile["busy_us"] == 14 / engine.TRACED
+    assert (profile["step_us"], profile["covered_us"]) == (14 / engine.TRACED, 12 / engine.TRACED)
+    assert [each["kernel"] for each in profile["kernels"]] == ["b", "c", "a"]
 
 
 ENGINE = """
