@@ -26,7 +26,7 @@ def test_every_layer_runs_once_for_every_m(model):
             )
     steps = []
     assert halfbyte.prepare(model, ms=(1, 3), dtype=torch.bfloat16, progress=lambda *step: steps.append(step)) == 4
-    assert seen == [(k, m, k, torch.bfloat16) for k in (64, 32) for m in (1, 3)]
+    assert seen == [(k, m, k, torch.bfloat16) for m in (1, 3) for k in (64, 32)]
     assert steps == [(i, 4) for i in (1, 2, 3, 4)]
 
 
