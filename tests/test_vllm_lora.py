@@ -257,14 +257,17 @@ def test_on_a_gpu_vllm_says_on_the_host_whether_there_are_adapters(utils: Module
     assert counts.totals()[0]["apply_bnb_4bit"] == {"cpu_linear": {"2-8": 1}, "cpu_linear with adapters": {"2-8": 2}}
 
 
-@pytest.mark.parametrize("case", ["many rows", "shards that end within a block"])
+@pytest.mark.parametrize("case", ["many rows", "many rows, ours", "shards that end within a block"])
 def test_what_is_not_folded_vllm_adds_and_it_is_counted(
     utils: ModuleType, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    heights, m = (MERGED, 65) if case == "many rows" else ((96, 32), 3)
+    many = case.startswith("many rows")
+    heights, m = (MERGED, 65) if many else ((96, 32), 3)
     index = [i % 2 - 1 for i in range(m)]
     shards, punica, x = quantised(heights), Punica(index), activations(m)
-    if case != "many rows":  # as where formats differ: nothing to put together
+    if case == "many rows, ours":
+        monkeypatch.setattr(switch, "decoding_is_faster", lambda *arguments: False)
+    if not many:  # as where formats differ: nothing to put together
         monkeypatch.setattr(vllm_layers, "_merged", lambda *arguments: None)
     layer = layer_with(utils, shards, punica)
     adapters = {0: adapter(heights, 1)}
@@ -272,8 +275,10 @@ def test_what_is_not_folded_vllm_adds_and_it_is_counted(
     out = layer.apply(x)
     assert reference.relative_error(out, exact(shards, adapters, index, x)) < 0.01
     assert punica.added == 1
-    reason = "M 65+" if case == "many rows" else "a launch each"
-    assert [each for each in counts.totals()[1]["adapters"] if reason in each]
+    served, passed = counts.totals()
+    assert [each for each in passed["adapters"] if ("M 65+" if many else "a launch each") in each]
+    assert ("apply_bnb_4bit" in passed) == (case == "many rows")  # then bitsandbytes had the base layer
+    assert ("65+" in served.get("apply_bnb_4bit", {}).get("cpu_linear", {})) == (case == "many rows, ours")
 
 
 def test_layers_are_replaced_in_vllms_order_and_given_back(utils: ModuleType) -> None:

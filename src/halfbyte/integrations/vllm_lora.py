@@ -226,9 +226,12 @@ class Adapters:
     def _run(self, layer: Layer, x: Tensor, index: Tensor, out: Tensor) -> Kernel:
         if len(layer.shards) > 1:
             raise switch.Unserved("a layer of shards that take a launch each")
+        m = x.shape[0]
+        if m > switch.SERVED_ROWS:  # kernels for so many have adapters added by torch
+            raise switch.Unserved(f"M {bucket(m)}: vLLM's kernels add them in little of a long step's time")
         layer.check(x, out)
         weight = layer.shards[0].weight
-        kernel = layer.kernel(x.dtype, x.shape[0])
+        kernel = layer.kernel(x.dtype, m)
         if kernel.run_adapters is None:
             raise switch.Unserved(f"{kernel.name} folds no adapters")
         rows = x if x.stride(1) == 1 else x.contiguous()
