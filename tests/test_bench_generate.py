@@ -27,7 +27,9 @@ def test_rows(tmp_path):
     words = (
         "bench generate --model tiny --users 1,4 --prompt 5 --tokens 6 --rounds 1 --nested --no-compile --device cpu"
     )
-    result = CliRunner().invoke(app, [*words.split(), "--optimize", "--out", str(tmp_path / "rows.jsonl"), "--json"])
+    result = CliRunner().invoke(
+        app, [*words.split(), "--arms", "switch,optimize", "--out", str(tmp_path / "rows.jsonl"), "--json"]
+    )
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [(row["users"], row["kernel"]) for row in rows] == [
@@ -53,7 +55,7 @@ def test_rows(tmp_path):
 
 def test_ours_shares_no_model_and_only_it_is_served():
     model = generate.build("tiny", CPU, torch.bfloat16, nested=False)
-    arms = generate.make_arms(model)
+    arms = generate.make_arms(model, ["switch"])
     assert arms[0].model is arms[1].model, "the noise is that of the very same system"
     assert arms[2].model is not arms[0].model
     assert [arm.on for arm in arms] == [False, False, True]
@@ -93,12 +95,40 @@ def test_an_arm_compiles_once():
     options = generate._options(generate.Settings(), CPU)
     options["compile_config"].backend = "eager"
     arm = generate.make_arms(model)[2]
+    kept = []
     graphs = []
     for _ in range(2):
         counters.clear()
         arm.run(torch.arange(4).view(1, 4), generate.WARM_TOKENS + 5, options)
         graphs.append(counters["stats"]["unique_graphs"])
+        kept.append(list(arm.caches.values()))
     assert graphs == [1, 0]
+    assert len(kept[0]) == 1
+    assert kept[0][0] is kept[1][0], "a recorded CUDA graph stays good for its memory only"
+
+
+def test_arms_keep_their_code_where_guards_are_left_out():
+    """As in the measured rounds: torch then checks only what tells the arms' compiled code apart."""
+    torch.compiler.reset()
+    model = generate.build("tiny", CPU, torch.bfloat16, nested=False, layers=1)
+    options = generate._options(generate.Settings(), CPU)
+    options["compile_config"].backend = "eager"
+    arms, ids, tokens = generate.make_arms(model), torch.arange(4).view(1, 4), 6
+    for arm in arms:
+        arm.run(ids, tokens, options)
+    steps = tokens + generate.WARM_TOKENS
+    with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
+        for _ in range(2):
+            for arm, calls in zip(arms, (0, 0, 7 * steps, 4 * steps), strict=True):
+                switch.reset_counters()
+                arm.run(ids, tokens, options)
+                assert switch.status().hits == calls, arm.name
+
+
+def test_an_unknown_arm_is_an_error():
+    model = generate.build("tiny", CPU, torch.bfloat16, nested=False, layers=1)
+    with pytest.raises(ValueError, match="unknown arm 'magic'; known: switch, optimize"):
+        generate.make_arms(model, ["magic"])
 
 
 def test_nothing_to_compare_is_an_error(monkeypatch):

@@ -27,7 +27,12 @@ def bench_generate_command(
     dtype: Annotated[str, typer.Option(help="Activations: bf16, fp16 or fp32.")] = "bf16",
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile the decoding.")] = True,
     layers: Annotated[int | None, typer.Option(help="Fewer layers than the model has.", min=1)] = None,
-    optimized: Annotated[bool, typer.Option("--optimize", help="Also measure it after halfbyte.optimize.")] = False,
+    arms: Annotated[
+        str, typer.Option(help="halfbyte by its switch, by optimize, or both: switch,optimize.")
+    ] = "switch",
+    guards: Annotated[
+        bool, typer.Option("--guards", help="Have compiled code check its guards at every token.")
+    ] = False,
     device: DeviceOption = DEFAULT_DEVICE,
     out: Annotated[Path | None, typer.Option(help="Append the rows to this JSONL file.")] = None,
     as_json: JsonOption = False,
@@ -39,7 +44,9 @@ def bench_generate_command(
     if dtype not in DTYPE_NAMES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPE_NAMES)}, got '{dtype}'")
     numbers = parse_numbers("--users", users)
-    settings = Settings(shape, numbers, prompt, tokens, rounds, nested, dtype, compiled, layers, optimized)
+    settings = Settings(
+        shape, numbers, prompt, tokens, rounds, nested, dtype, compiled, layers, arms.split(","), guards
+    )
     rows = []
     with notices.status("starting") as line:
         for row in bench_generate(settings, torch.device(device), DTYPE_NAMES[dtype], line.update):

@@ -1,10 +1,14 @@
 """The serve suite with transformers as the engine: `generate` on bitsandbytes' layers, with and without halfbyte.
 
 One model in the shapes of a real one, its weights random and quantised by bitsandbytes, in arms that take turns in one
-process: bitsandbytes, bitsandbytes once more (whatever that differs by is noise), halfbyte by its switch, and if asked
-for halfbyte by `halfbyte.optimize`. bitsandbytes' two arms are one model object, each other arm is one of its own, as
-compiled code and captured CUDA graphs keep the kernels that they were made with: an arm that shared them with another
-would measure that other one. On a GPU the arms share the weights' memory.
+process: bitsandbytes, bitsandbytes once more (whatever that differs by is noise), and halfbyte, by its switch and by
+`halfbyte.optimize`, one of them or both. bitsandbytes' two arms are one model object, each other arm is one of its own,
+as compiled code and captured CUDA graphs keep the kernels that they were made with: an arm that shared them with
+another would measure that other one. On a GPU the arms share the weights' memory.
+
+All arms generate as transformers and PyTorch advise where speed counts: each model keeps one StaticCache, as a CUDA
+graph is recorded anew for the memory of another, and once all is compiled the guards that compiled code checks at every
+token are left out (`torch.compiler.set_stance(skip_guard_eval_unsafe=True)`), or kept if asked for.
 """
 
 from __future__ import annotations
@@ -14,8 +18,9 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
+from inspect import signature
 from typing import Any
 
 import torch
@@ -44,6 +49,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2, "vocab_size": 512,
     },
 }  # fmt: skip
+ARMS = ("switch", "optimize")
 WARM_TOKENS = 4
 RECOMPILES = 64  # torch stops compiling a function after eight times, and goes on eagerly
 
@@ -55,20 +61,23 @@ class Arm:
     name: str
     model: Any
     on: bool
-    started: bool = False
+    caches: dict[tuple[int, int], Any] = field(default_factory=dict)
 
     def run(self, ids: torch.Tensor, tokens: int, options: dict[str, Any]) -> Run:
         """Generate `tokens` tokens for every row of `ids`, after a short warm-up that settles the switch's change.
 
-        The first run has none: it compiles. A cache is as long as the longest generation so far, so one that began with
-        a shorter warm-up would be compiled twice, the second time for caches of any length, which is slower.
+        The cache is kept for runs of as many rows and tokens, and so is what was compiled and recorded for it.
         """
+        from transformers import StaticCache
+
+        length = ids.shape[1] + tokens
+        key = ids.shape[0], length
+        if key not in self.caches:
+            self.caches[key] = StaticCache(config=self.model.config, max_cache_len=length)
         context: AbstractContextManager[Any] = switch.enabled() if self.on else nullcontext()
         with context, torch.inference_mode():
-            if self.started:
-                _generate(self.model, ids, WARM_TOKENS, options)
-            self.started = True
-            return _generate(self.model, ids, tokens, options)
+            _generate(self.model, ids, WARM_TOKENS, self.caches[key], options)
+            return _generate(self.model, ids, tokens, self.caches[key], options)
 
 
 @dataclass(frozen=True)
@@ -84,7 +93,7 @@ class Run:
 class Settings:
     """What is measured. users: rows of a batch. rounds: how often each arm takes its turn, after one to warm up.
 
-    optimized: whether an arm runs what `halfbyte.optimize` makes of the model.
+    arms: by what halfbyte runs beside bitsandbytes, of ARMS. guards: whether compiled code checks its guards.
     """
 
     shape: str = "llama-3-8b"
@@ -96,7 +105,8 @@ class Settings:
     dtype_name: str = "bf16"
     compiled: bool = True
     layers: int | None = None
-    optimized: bool = False
+    arms: Sequence[str] = ARMS[:1]
+    guards: bool = False
 
 
 def bench_generate(
@@ -112,7 +122,7 @@ def bench_generate(
     environment = asdict(Environment.of(device))
     for users in settings.users:
         torch.compiler.reset()
-        arms = make_arms(model, settings.optimized)
+        arms = make_arms(model, settings.arms)
         ids = torch.randint(
             model.config.vocab_size, (users, settings.prompt), generator=torch.Generator().manual_seed(0)
         )
@@ -134,6 +144,7 @@ def bench_generate(
                 "model": settings.shape,
                 "layers": model.config.num_hidden_layers,
                 "compiled": settings.compiled,
+                "guards": settings.guards,
                 "users": users,
                 "prompt_tokens": settings.prompt,
                 "new_tokens": settings.tokens,
@@ -182,18 +193,20 @@ def build(shape: str, device: torch.device, dtype: torch.dtype, nested: bool, la
     return model.requires_grad_(False)
 
 
-def make_arms(model: Any, optimized: bool = False) -> list[Arm]:
-    """bitsandbytes, the same again, halfbyte, and perhaps halfbyte's layers; halfbyte's with models of their own."""
+def make_arms(model: Any, kinds: Sequence[str] = ARMS) -> list[Arm]:
+    """bitsandbytes, the same again, and halfbyte's kinds, with models of their own. Raises ValueError for unknown ones.
+
+    Before any of them runs: `optimize` moves weights, which a recorded CUDA graph would not see.
+    """
     theirs, theirs_name = twin(model), f"bitsandbytes {version('bitsandbytes')}"
-    arms = [
-        Arm(theirs_name, theirs, False),
-        Arm(f"{theirs_name} again", theirs, False),
-        Arm("halfbyte", twin(model), True),
-    ]
-    if optimized:
+    arms = [Arm(theirs_name, theirs, False), Arm(f"{theirs_name} again", theirs, False)]
+    for kind in kinds:
+        if kind not in ARMS:
+            raise ValueError(f"bench generate: unknown arm '{kind}'; known: {', '.join(ARMS)}")
         ours = twin(model)
-        optimize(ours)
-        arms.append(Arm("halfbyte optimize", ours, True))
+        if kind == "optimize":
+            optimize(ours)
+        arms.append(Arm("halfbyte" if kind == "switch" else "halfbyte optimize", ours, True))
     return arms
 
 
@@ -229,7 +242,8 @@ def _measure(
                 progress(f"{users} users, {arm.name}: {f'round {turn} of {settings.rounds}' if turn else 'warming up'}")
                 if arm.on and not turn:
                     switch.reset_counters()
-                run = arm.run(ids, settings.tokens, options)
+                with torch.compiler.set_stance(skip_guard_eval_unsafe=bool(turn) and not settings.guards):
+                    run = arm.run(ids, settings.tokens, options)
                 if arm.on and not turn:
                     kernels[arm.name] = arm.name.replace("halfbyte", f"halfbyte {_decoding_kernel(users)}", 1)
                 if turn:
@@ -251,20 +265,22 @@ def _options(settings: Settings, device: torch.device) -> dict[str, Any]:
     from transformers import CompileConfig
 
     if not settings.compiled:
-        return {"cache_implementation": "static", "disable_compile": True}
-    options: dict[str, Any] = {"cache_implementation": "static"}
-    if device.type == "cpu":  # elsewhere transformers compiles a static cache's decoding by itself
-        options["compile_config"] = CompileConfig(mode=None)
-        options["compile_config"]._compile_all_devices = True
-    return options
+        return {"disable_compile": True}
+    if device.type != "cpu":  # there transformers compiles a static cache's decoding by itself
+        return {}
+    config = CompileConfig(mode=None)
+    config._compile_all_devices = True
+    return {"compile_config": config}
 
 
-def _generate(model: Any, ids: torch.Tensor, tokens: int, options: dict[str, Any]) -> Run:
+def _generate(model: Any, ids: torch.Tensor, tokens: int, cache: Any, options: dict[str, Any]) -> Run:
     clock = _Clock(ids.device)
+    cache.reset()
+    name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"  # until transformers 5.23
     start = clock.now()
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, logits_processor=[clock],
-        **options,
+        **{name: cache}, **options,
     )  # fmt: skip
     return Run(out, clock.now() - start, clock.first - start)
 
