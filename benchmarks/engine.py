@@ -10,9 +10,10 @@ that their minute of start-up is paid once; then one engine works at a time, in 
 plain for each number of users. What two runs of one arm differ by is the noise. The arm `beside` is halfbyte with
 vLLM's own LoRA kernels beside it, to see what folding adapters gains. `serve.py` asks whole servers instead.
 
-Every request decodes --tokens tokens after a prompt of 32, requests taking the adapters in turn; last comes the first
-token of a prompt of 2,048. --profile: numbers of users for which a decode step's GPU time, by kernel, goes to
-FILE.profile.json beside the rows. --boot: the seconds that engines have to start; those that did not are left out.
+Every request decodes --tokens tokens after a prompt of 32, requests taking the adapters in turn; then comes the first
+token of a prompt of 2,048, and last, of engines with adapters, requests that use none. --profile: numbers of users for
+which a decode step's GPU time, by kernel, goes to FILE.profile.json beside the rows. --boot: the seconds that engines
+have to start; those that did not are left out.
 
 Engines run as vLLM starts them, in a process beside the one that asks; what they are given for a quicker start, fewer
 sizes of CUDA graphs and a warm-up of the sampler's greedy kernels only, is the same for all arms.
@@ -241,19 +242,21 @@ class Engine:
         self.llm = llm
         self.loras = [LoRARequest(str(i), i + 1, str(model / "adapters" / str(i))) for i in range(adapters)]
 
-    def _generate(self, users: int, tokens: int, seed: int, prompt: int = PROMPT, **sampling: Any) -> Any:
+    def _generate(
+        self, users: int, tokens: int, seed: int, prompt: int = PROMPT, adapted: bool = True, **sampling: Any
+    ) -> Any:
         from vllm import SamplingParams
 
         generator = random.Random(seed)
         prompts = [{"prompt_token_ids": [generator.randint(3, 300) for _ in range(prompt)]} for _ in range(users)]
-        chosen = [self.loras[i % len(self.loras)] for i in range(users)] if self.loras else None
+        chosen = [self.loras[i % len(self.loras)] for i in range(users)] if self.loras and adapted else None
         wanted = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, **sampling)
         return self.llm.generate(prompts, wanted, lora_request=chosen, use_tqdm=False)
 
-    def time(self, users: int, tokens: int, seed: int, prompt: int = PROMPT) -> float:
+    def time(self, users: int, tokens: int, seed: int, prompt: int, adapted: bool) -> float:
         """Seconds from the first request to the last answer."""
         start = time.perf_counter()
-        self._generate(users, tokens, seed, prompt)
+        self._generate(users, tokens, seed, prompt, adapted)
         return time.perf_counter() - start
 
     def answers(self) -> list[dict[str, Any]]:
@@ -419,9 +422,9 @@ def measure(settings: Settings, pair: Mapping[str, Child], shared: Mapping[str, 
     again = pair[PLAIN].ask("answers") if PLAIN in pair else None
     labels = {PLAIN: f"bitsandbytes {shared['bitsandbytes']}", OURS: f"halfbyte {shared['halfbyte']}"}
     labels[BESIDE] = f"{labels[OURS]}, adapters by vllm {shared['vllm']}"
-    cases = [(users, PROMPT, settings.tokens, settings.rounds) for users in settings.users]
-    for users, prompt, tokens, rounds in (*cases, (1, FIRST, 1, max(settings.rounds, FIRST_ROUNDS))):
-        seconds = timed(pair, rounds, users=users, prompt=prompt, tokens=tokens)
+    for rounds, case in cases(settings, any(child.adapters for child in pair.values())):
+        users, prompt, tokens, adapted = (case[name] for name in ("users", "prompt", "tokens", "adapted"))
+        seconds = timed(pair, rounds, case)
         for arm, child in pair.items():
             speeds = [users * tokens / each for each in seconds[arm]]
             middle = statistics.median(speeds)
@@ -434,6 +437,7 @@ def measure(settings: Settings, pair: Mapping[str, Child], shared: Mapping[str, 
                 "nested": False,  # vLLM expands the scales when it loads
                 "dtype": "bf16",
                 "adapters": child.adapters,
+                "adapters_in_use": min(child.adapters, users) if adapted else 0,
                 "rank": shared_rank(settings.model) if child.adapters else 0,
                 "engine": f"vllm {shared['vllm']} LLM",
                 "model": "24b-shapes",
@@ -450,15 +454,27 @@ def measure(settings: Settings, pair: Mapping[str, Child], shared: Mapping[str, 
                 "counters": None if arm == PLAIN else child.ask("counters"),
             }
             brief = f"{row['tokens_per_s']:.0f} tokens/s, {row['tpot_ms']:.3f} ms each, spread {row['spread']:.1%}"
-            print(f"{child.name}: {users} users, {prompt} + {tokens} tokens: {brief}", flush=True)
+            bare = " with no adapter in use" if child.adapters and not adapted else ""
+            print(f"{child.name}: {users} users, {prompt} + {tokens} tokens{bare}: {brief}", flush=True)
             yield row
 
 
-def timed(pair: Mapping[str, Child], rounds: int, **case: int) -> dict[str, list[float]]:
+def cases(settings: Settings, adapters: bool) -> Iterator[tuple[int, dict[str, int]]]:
+    """What engines with adapters or without are timed at, and how often A, B, B, A; see the module."""
+    decode = {"prompt": PROMPT, "tokens": settings.tokens, "adapted": adapters}
+    for users in settings.users:
+        yield settings.rounds, decode | {"users": users}
+    yield max(settings.rounds, FIRST_ROUNDS), {"users": 1, "prompt": FIRST, "tokens": 1, "adapted": adapters}
+    if adapters:
+        for users in settings.users:
+            yield 1, decode | {"users": users, "adapted": False}
+
+
+def timed(pair: Mapping[str, Child], rounds: int, case: Mapping[str, int]) -> dict[str, list[float]]:
     """Each arm's seconds for a case, run by run, in the order A, B, B, A, …, after a short run of each."""
     there = list(pair)
     for child in pair.values():
-        child.ask("time", seed=0, **(case | {"tokens": min(case["tokens"], 8)}))
+        child.ask("time", seed=0, **{**case, "tokens": min(case["tokens"], 8)})
     seconds: dict[str, list[float]] = {arm: [] for arm in there}
     for i, arm in enumerate((there + there[::-1]) * rounds):
         seconds[arm].append(pair[arm].ask("time", seed=i, **case))

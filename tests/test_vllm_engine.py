@@ -51,7 +51,7 @@ class FakeChild:
 
     def ask(self, do: str, **words: Any) -> Any:
         if do == "time":
-            if words["prompt"] == engine.FIRST:
+            if words["prompt"] == engine.FIRST or not words["adapted"]:
                 return 0.5 if self.arm == engine.PLAIN else 0.25
             if words["tokens"] != 8:
                 self.log.append(self.arm)
@@ -71,7 +71,7 @@ def test_rows_have_medians_noise_and_answers(tmp_path: Path) -> None:
         engine.PLAIN: FakeChild(engine.PLAIN, [2.0, 2.5], [1, 2, 3], log),
         engine.OURS: FakeChild(engine.OURS, [1.0, 1.0], [1, 2, 4], log),
     }
-    plain, ours, *first = engine.measure(settings, pair, ABOUT)
+    plain, ours, *first, plain_bare, ours_bare = engine.measure(settings, pair, ABOUT)
     assert log == [engine.PLAIN, engine.OURS, engine.OURS, engine.PLAIN]
     assert plain["runs"] == [64.0, 51.2]
     assert plain["tokens_per_s"] == pytest.approx(57.6)
@@ -86,6 +86,8 @@ def test_rows_have_medians_noise_and_answers(tmp_path: Path) -> None:
         (1, 2048, 1, 250.0),
     ]
     assert [len(row["runs"]) for row in first] == [6, 6]
+    assert [row["adapters_in_use"] for row in (ours, *first, plain_bare)] == [4, 1, 1, 0]
+    assert (ours_bare["adapters"], ours_bare["adapters_in_use"], ours_bare["tokens_per_s"]) == (8, 0, 4 * 32 / 0.25)
     assert (plain["answers_differing"], plain["answers_logprobs"]) == (0.0, 0.0)
     assert (ours["answers_first"], ours["answers_differing"], ours["answers_logprobs"]) == (2, 1.0, 0.5)
 
@@ -96,7 +98,8 @@ def test_an_arm_that_did_not_start_leaves_the_other_its_rows(tmp_path: Path) -> 
     (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 8}))
     settings = engine.Settings(tmp_path, tmp_path / "rows", [], [4], 32, 1, [], 10, False)
     ours: Any = FakeChild(engine.OURS, [1.0, 2.0], [1], [])
-    row, first = engine.measure(settings, {engine.OURS: ours}, ABOUT)
+    row, first, bare = engine.measure(settings, {engine.OURS: ours}, ABOUT)
+    assert bare["adapters_in_use"] == 0
     assert first["ttft_ms"] == 250.0
     assert row["runs"] == [128.0, 64.0]
     assert "answers_first" not in row
