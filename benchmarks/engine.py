@@ -437,7 +437,7 @@ def measure(settings: Settings, pair: Mapping[str, Child], shared: Mapping[str, 
                 "nested": False,  # vLLM expands the scales when it loads
                 "dtype": "bf16",
                 "adapters": child.adapters,
-                "adapters_in_use": min(child.adapters, users) if adapted else 0,
+                **({"adapters_in_use": 0} if child.adapters and not adapted else {}),
                 "rank": shared_rank(settings.model) if child.adapters else 0,
                 "engine": f"vllm {shared['vllm']} LLM",
                 "model": "24b-shapes",

@@ -101,6 +101,8 @@ class TestRows:
         assert latest([first, first | {"us": 9}])[0]["us"] == 9
         served = [row(suite="serve", layers=layers) for layers in (8, 32)]
         assert latest(served) == served, "a model cut to fewer layers is another"
+        served = [row(suite="serve", adapters=8), row(suite="serve", adapters=8, adapters_in_use=0)]
+        assert latest(served) == served, "adapters that nobody asks for cost something else"
 
     def test_every_suite_that_the_lab_writes_is_known(self) -> None:
         written = {"linear", "linear-warm", "overhead", "nf4-16", "nf4-16-case", "serve", "ladder", "prove", "layer"}

@@ -86,7 +86,7 @@ def test_rows_have_medians_noise_and_answers(tmp_path: Path) -> None:
         (1, 2048, 1, 250.0),
     ]
     assert [len(row["runs"]) for row in first] == [6, 6]
-    assert [row["adapters_in_use"] for row in (ours, *first, plain_bare)] == [4, 1, 1, 0]
+    assert [row.get("adapters_in_use") for row in (ours, *first, plain_bare)] == [None, None, None, 0]
     assert (ours_bare["adapters"], ours_bare["adapters_in_use"], ours_bare["tokens_per_s"]) == (8, 0, 4 * 32 / 0.25)
     assert (plain["answers_differing"], plain["answers_logprobs"]) == (0.0, 0.0)
     assert (ours["answers_first"], ours["answers_differing"], ours["answers_logprobs"]) == (2, 1.0, 0.5)

@@ -96,7 +96,7 @@ def check_row(row: object, where: str) -> None:
 _POINT = (
     *("suite", "device", "kernel", "format", "dtype", "M", "N", "K", "adapters", "rank"),
     *("rung", "sweep", "cache", "peer"),
-    *("users", "engine", "model", "layers", "compiled", "prompt_tokens", "new_tokens"),
+    *("users", "engine", "model", "layers", "compiled", "prompt_tokens", "new_tokens", "adapters_in_use"),
 )
 
 

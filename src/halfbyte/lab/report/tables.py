@@ -88,6 +88,11 @@ def _geomean(ratios: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
+def _adapters(row: Row) -> str:
+    """How many a server has, and whether requests use them."""
+    return f"{row.get('adapters', 0)}{', none in use' if row.get('adapters_in_use') == 0 else ''}"
+
+
 def other_suites(rows: Sequence[Row]) -> list[Table]:
     """What has no figure of its own, as tables."""
     tables: list[Table] = []
@@ -103,12 +108,14 @@ def other_suites(rows: Sequence[Row]) -> list[Table]:
         for (device,), mine in by(of_suite(rows, suite), "device").items():
             if found := layer_table(f"{title}; {device}", mine):
                 tables.append(found)
-    columns = ["kernel", "model", "format", "users", "tokens/s", "ms a token", "spread", "commit", "date"]
+    columns = ["kernel", "model", "format", "adapters", "users", "tokens", "tokens/s", "ms a token", "spread"]
+    columns += ["commit", "date"]
     for (device,), mine in by(of_suite(rows, "serve"), "device").items():
         cells = [
-            [row["kernel"], row.get("model", ""), row["format"], row["users"], f"{row['tokens_per_s']:,.1f}",
+            [row["kernel"], row.get("model", ""), row["format"], _adapters(row), row["users"],
+             f"{row.get('prompt_tokens', '?')} + {row.get('new_tokens', '?')}", f"{row['tokens_per_s']:,.1f}",
              f"{row['tpot_ms']:.2f}", f"{100 * row['spread']:.1f} %", row["commit"], row["date"][:10]]
-            for row in sorted(mine, key=lambda row: (row.get("model", ""), row["users"]))
+            for row in sorted(mine, key=lambda row: (row.get("model", ""), _adapters(row), row["users"]))
         ]  # fmt: skip
         tables.append(rows_table(f"serve: a whole model; {device}", columns, cells, left=3))
     return tables
