@@ -24,6 +24,7 @@ import json
 import math
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -160,7 +161,7 @@ def measure(settings: Settings, adapters: int, runs: Sequence[Run], client: Clie
             server.wait()
         for run, server in zip(runs, servers, strict=True):
             for i, prompt in enumerate(probes(settings.prompt)):
-                for model in (NAME, *map(str, range(adapters))):
+                for model in (NAME, str(i % adapters)) if adapters else (NAME,):
                     run.answers[i, model] = server.complete(model, prompt, PROBE_TOKENS)
         for users in settings.users:
             for i, (run, server) in enumerate(zip(runs, servers, strict=True)):
@@ -351,6 +352,7 @@ def parse(words: Sequence[str]) -> tuple[Settings, Path]:
 
 def main() -> None:
     settings, out = parse(sys.argv[1:])
+    signal.signal(signal.SIGTERM, lambda *arguments: sys.exit(143))  # ends the servers, too
     shared = about()
     records: list[dict[str, Any]] = []
 

@@ -51,7 +51,7 @@ class Server:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.stop()
+        self.stop(STOP_S if error[0] is None else 0.0)
 
     @property
     def url(self) -> str:
@@ -90,12 +90,12 @@ class Server:
         choice = json.loads(self.ask("/v1/completions", body))["choices"][0]
         return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
-    def stop(self) -> None:
-        """SIGTERM, and patience; then the end of its session."""
+    def stop(self, patience: float = STOP_S) -> None:
+        """SIGTERM, and seconds of patience; then the end of its session."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
-                self.process.wait(STOP_S)
+                self.process.wait(patience)
             except subprocess.TimeoutExpired:
                 os.killpg(self.process.pid, signal.SIGKILL)
                 self.process.wait()

@@ -181,6 +181,22 @@ def test_a_server_is_started_asked_and_stopped(tmp_path: Path) -> None:
     assert "'--more'" in server.log
 
 
+def test_a_server_is_not_waited_for_after_an_error(tmp_path: Path) -> None:
+    code = (
+        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('up', flush=True)\ntime.sleep(600)"
+    )
+    start = time.monotonic()
+    with (
+        pytest.raises(SystemExit),
+        Server(sys.executable, Path("a-model"), [], stand_in(tmp_path, code), tmp_path / "log") as server,
+    ):
+        while "up" not in server.log:
+            time.sleep(0.05)
+        raise SystemExit(143)
+    assert server.process.poll() is not None
+    assert time.monotonic() - start < 30
+
+
 def test_a_server_that_ends_at_once_is_an_error_with_its_log(tmp_path: Path) -> None:
     environment = stand_in(tmp_path, "raise SystemExit('no such model')")
     start = time.monotonic()
@@ -223,6 +239,7 @@ def stand_in_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bench: str
     monkeypatch.setenv("ASKED", str(tmp_path / "asked"))
     monkeypatch.delenv("HALFBYTE_DISABLE", raising=False)
     monkeypatch.setattr(serve, "about", lambda: ABOUT)
+    monkeypatch.setattr(serve.signal, "signal", lambda *arguments: None)
     return tmp_path / "asked"
 
 
