@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from threading import Thread
 from types import ModuleType
@@ -16,7 +17,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from halfbyte.kernels import nvrtc
+from halfbyte.formats import get_format
+from halfbyte.kernels import Problem, codebook_mma, codebook_wgmma, nvrtc
+from halfbyte.lab import sass
 
 TESTS = Path(__file__).parent
 SCRIPT = TESTS / "gpu" / "sanitize.py"
@@ -27,7 +30,7 @@ tool=alone
 while [ "$1" != --child ]; do shift; done
 case "$tool $2 $3" in
 "racecheck control race") echo "RACECHECK SUMMARY: ${RACES:-2} hazards displayed (2 errors, 0 warnings)"; exit 9 ;;
-"memcheck control "*) echo "ERROR SUMMARY: 12 errors"; exit 9 ;;
+"memcheck control "*) [ "$4" = memcheck ] && echo "ERROR SUMMARY: 12 errors"; exit 9 ;;
 "$FAULTY") echo "RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)"; exit 9 ;;
 "$WRONG") echo "AssertionError: 3 of 136 outputs are wrong"; exit 1 ;;
 "$HANGS") sleep 600 & echo $! > "$PIDS.new"; mv "$PIDS.new" "$PIDS"; wait ;;
@@ -135,6 +138,13 @@ def test_what_is_wrong_is_named_with_its_output(environment: dict[str, str], sai
     assert lines[-1] == f"{runs - 1} of {runs} runs as they must be"
 
 
+def test_what_went_wrong_is_kept_whole(run: Run, tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    run("--logs", str(logs), "codebook_mma", FAULTY="racecheck mxfp4 codebook_mma")
+    assert [path.name for path in logs.iterdir()] == ["codebook_mma mxfp4 racecheck.log"]
+    assert "hazard displayed" in next(logs.iterdir()).read_text()
+
+
 def test_a_tool_that_sees_no_race_proves_nothing(run: Run, tmp_path: Path) -> None:
     tool = tmp_path / "compute-sanitizer"
     tool.write_text(tool.read_text().replace("; exit 9 ;;", "; exit 0 ;;", 1))
@@ -168,12 +178,18 @@ def test_an_interruption_ends_all_runs(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "name"), [("nf4-64-nested", "cpu_linear"), ("adapters", "cpu_linear"), ("adapters", "adapters_shrink")]
+    ("part", "name", "what"),
+    [
+        ("nf4-64-nested", "cpu_linear", "memcheck"),
+        ("awq-32", "cpu_linear", "racecheck"),
+        ("adapters", "cpu_linear", "alone"),
+        ("adapters", "adapters_shrink", "racecheck"),
+    ],
 )
-def test_what_runs_inside_is_judged(part: str, name: str) -> None:
+def test_what_runs_inside_is_judged(part: str, name: str, what: str) -> None:
     """The CPU kernel in place of a CUDA one."""
     done = subprocess.run(
-        [sys.executable, SCRIPT, "--child", part, name],
+        [sys.executable, SCRIPT, "--child", part, name, what],
         env={**os.environ, "HALFBYTE_TEST_DEVICE": "cpu"}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["all problems done"]), done.stderr
@@ -184,3 +200,66 @@ def test_the_racing_kernel_compiles(sanitize: ModuleType) -> None:
     assert nvrtc.compile("race", "sm_90a", {"THREADS": 64}, sanitize.RACE)
     offsets = [getattr(sanitize._Call, name).offset for name in ("x", "bias", "out", "x_stride", "m", "bias_is_fp32")]
     assert offsets == [0, 8, 16, 24, 32, 36]
+
+
+@pytest.fixture
+def every_lane(sanitize: ModuleType) -> ModuleType:
+    return importlib.import_module("every_lane")
+
+
+@pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
+@pytest.mark.parametrize("m", [3, 24])
+def test_kernels_compile_with_every_lane_arriving(m: int, every_lane: ModuleType, sanitize: ModuleType) -> None:
+    """As racecheck gets them: no lane arrives for others, and nothing but arrivals has changed in the machine code."""
+    found = Problem(get_format("nf4-64-nested"), torch.bfloat16, m, 136, 320, "sm_90a")
+    if m == 3:
+        stem, macros = codebook_mma.STEM, asdict(codebook_mma._planned(found)[0])
+    else:
+        stem = codebook_wgmma.STEM
+        macros = asdict(codebook_wgmma.configure(found.format, found.dtype, m, found.n, found.k, 132, True))
+    source = nvrtc._source(stem)
+    changed = every_lane.rewritten(source)
+    assert changed.count("every_lane_arrives(") > 2
+    assert "== 0) barrier_arrive(" not in changed.replace("thread == 0", "")
+    own, other = (
+        sass.count(sass.disassemble(nvrtc.compile(stem, "sm_90a", macros, text)).main_loop())
+        for text in (source, changed)
+    )
+    for name in ("HMMA", "HGMMA", "LDS", "LDS.64", "LDS.128"):
+        assert own[name] == other[name]
+
+
+def test_the_changed_barriers_are_consistent(every_lane: ModuleType) -> None:
+    """All counts are multiplied by what an arrival is worth; a source without such barriers stays as it is."""
+    changed = every_lane.rewritten(nvrtc._source(codebook_mma.STEM))
+    worth = [line for line in changed.splitlines() if "mbarrier.arrive" in line and "cp.async" not in line]
+    alone = [line for line in worth if "[%0], 32;" not in line]
+    assert len(worth) - len(alone) == 3, "a thread's own, with bytes to come, and at another block's barrier"
+    assert len(alone) == 1, "every lane's"
+    assert '"r"(32 * arrivals)' in changed
+    gemv = nvrtc._source("codebook_gemv")
+    assert every_lane.rewritten(gemv) == gemv
+
+
+def test_barriers_in_other_words_are_noticed(every_lane: ModuleType) -> None:
+    source = nvrtc._source(codebook_mma.STEM)
+    for was, becomes in (
+        ("mbarrier.init.shared.b64", "mbarrier.init.shared::cta.b64"),
+        ("barrier_wait(u32", "wait(u32"),
+    ):
+        with pytest.raises(ValueError, match="every_lane"):
+            every_lane.rewritten(source.replace(was, becomes))
+
+
+def test_racecheck_gets_no_clusters(sanitize: ModuleType) -> None:
+    seen = set()
+    for kernel in sanitize.KERNELS.values():
+        for key in sanitize.parts_of(kernel).values():
+            for group in sanitize.groups_of(kernel, key, clusters=False):
+                chosen = sanitize.without_clusters(kernel, group)
+                (case,) = group.cases
+                problem = Problem(get_format(key), case.dtype, case.m, group.n, group.k, "sm_90a")
+                if chosen.describe is not None:
+                    assert "share K" not in chosen.describe(problem), (kernel.name, group)
+                    seen.add(kernel.name)
+    assert {"codebook_mma", "codebook_wgmma"} <= seen

@@ -7,6 +7,11 @@ alone first, which compiles what it needs, then under both tools. Controls must 
 the tools look at all: of memcheck a bias that is too short, for each kernel; of racecheck a kernel with a race.
 Everything is tiny, as racecheck makes a launch thousands of times slower, and every outcome is printed as it comes.
 
+racecheck cannot follow three things, which it therefore gets in another form: an arrival of one lane for its warp
+(every_lane.py); blocks of a cluster that wait for each other's reads of shared memory by mbarriers (configurations
+without clusters, so what clusters share is not checked for races); and a multiply of cuBLAS's, in whose place it gets
+torch's operations.
+
 Status 0: all clean; 1: a tool found something, or a run failed or did not end in time; 2: there is no
 compute-sanitizer, or it does not work on this machine.
 """
@@ -33,6 +38,7 @@ from threading import Lock
 sys.path[:0] = [str(Path(__file__).parents[1])]
 
 import torch  # noqa: E402
+from every_lane import rewritten  # noqa: E402
 from walk import ARCH, DEVICE, DTYPES, KERNELS, PRESENT, fitting, serves  # noqa: E402
 
 import kernel_fuzz  # noqa: E402
@@ -40,7 +46,7 @@ from halfbyte import reference  # noqa: E402
 from halfbyte.adapters import Adapter, linear_with_adapters  # noqa: E402
 from halfbyte.counters import counts  # noqa: E402
 from halfbyte.formats import WordLayout, get_format  # noqa: E402
-from halfbyte.kernels import Kernel, Problem, nvrtc  # noqa: E402
+from halfbyte.kernels import Kernel, Problem, codebook_prefill, nvrtc  # noqa: E402
 from halfbyte.kernels.launch import Launch  # noqa: E402
 from halfbyte.plan import plan  # noqa: E402
 from kernel_samples import random_weight, seeded  # noqa: E402
@@ -52,6 +58,7 @@ TOOLS = ("memcheck", "racecheck")
 ADAPTERS, CONTROL, SHRINK = "adapters", "control", "adapters_shrink"  # SHRINK: a kernel's name, too
 # (N, K): rows that fill no tile and K that fills no stage; K that a cluster shares; where the two need more rows
 SHAPES, TALL = ((136, 320), (72, 6144)), (2056, 320)
+FIXED = "codebook_mma"  # a kernel whose clusters are no choice: N and K decide them
 MS = (1, 5, 16, 24, 40, 130)
 RACE = """
 struct Call { void* x; void* bias; int* out; long long x_stride; int m, bias_is_fp32; };
@@ -110,7 +117,7 @@ def _places() -> Iterator[Path]:
 
 def command(tool: str, name: str) -> list[str]:
     """The tool's own words before a command, looking at the kernels whose name contains `name`."""
-    words = [str(find()), "--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "20"]
+    words = [str(find()), "--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "1000"]
     words += ["--kernel-name", f"kns={name}"]
     return words + (["--report-api-errors", "no"] if tool == "memcheck" else [])
 
@@ -141,7 +148,7 @@ class Runs:
         start = time.monotonic()
         if start >= self.deadline:
             return Outcome(kernel, part, what, "no time left", 0.0, "")
-        child = [sys.executable, str(Path(__file__).resolve()), "--child", part, kernel]
+        child = [sys.executable, str(Path(__file__).resolve()), "--child", part, kernel, what]
         process = subprocess.Popen(
             child if what == "alone" else command(what, kernel) + child,
             stdout=subprocess.PIPE,
@@ -217,11 +224,14 @@ def chosen_parts(names: list[str]) -> list[tuple[str, str]]:
     return found
 
 
-def groups_of(kernel: Kernel, key: str) -> Iterator[kernel_fuzz.Group]:
-    """A small weight for each dtype, with one problem; M, bias, strides and strict mode go round."""
+def groups_of(kernel: Kernel, key: str, clusters: bool = True) -> Iterator[kernel_fuzz.Group]:
+    """A small weight for each dtype, with one problem; M, bias, strides and strict mode go round.
+
+    clusters: else none where blocks of a cluster must share K.
+    """
     turn = list(parts_of(kernel).values()).index(key)
     for number, dtype in enumerate(DTYPES, turn):
-        for shape in (SHAPES[number % 2], TALL):
+        for shape in (SHAPES[number % 2 if clusters or kernel.name != FIXED else 0], TALL):
             n, k = fitting(key, *shape)
             ms = [m for m in MS if serves(kernel, key, dtype, m, n, k)]
             if ms:
@@ -243,14 +253,15 @@ def groups_of(kernel: Kernel, key: str) -> Iterator[kernel_fuzz.Group]:
         yield kernel_fuzz.Group(kernel.name, key, number, n, k, shift=0, exact=False, cases=(case,))
 
 
-def problems(name: str, key: str) -> None:
+def problems(name: str, key: str, racecheck: bool) -> None:
     """Run a kernel's problems, and judge their answers on the CPU, where no tool looks."""
     cpu, count = torch.device("cpu"), 0
-    for group in groups_of(KERNELS[name], key):
+    for group in groups_of(KERNELS[name], key, clusters=not racecheck):
         weight, (case,) = kernel_fuzz.make_weight(group, DEVICE), group.cases
+        kernel = without_clusters(KERNELS[name], group) if racecheck else KERNELS[name]
         x, bias = kernel_fuzz.make_inputs(group, case, DEVICE)
         out = torch.full((case.m, group.n), torch.nan, dtype=case.dtype).to(DEVICE)
-        KERNELS[name].run(x, weight, bias, out, **({"strict": True} if case.strict else {}))
+        kernel.run(x, weight, bias, out, **({"strict": True} if case.strict else {}))
         here = kernel_fuzz.make_weight(group, cpu)
         dense, inputs = kernel_fuzz.Dense.of(here), kernel_fuzz.make_inputs(group, case, cpu)
         kernel_fuzz.judge(KERNELS[name], group, case, here, dense, inputs, out.cpu())
@@ -260,12 +271,33 @@ def problems(name: str, key: str) -> None:
     print(FINISHED)
 
 
+def without_clusters(kernel: Kernel, group: kernel_fuzz.Group) -> Kernel:
+    """The kernel in a configuration whose blocks share nothing, where it has a choice."""
+    (case,) = group.cases
+    problem = Problem(get_format(group.key), case.dtype, case.m, group.n, group.k, ARCH)
+    choices = kernel.configurations(problem) if kernel.configurations else []
+    alone = [choice.settings for choice in choices if dict(choice.settings).get("CLUSTER") == 1]
+    return kernel.configured(alone[0]) if alone else kernel
+
+
+def what_racecheck_follows() -> None:
+    """Give this process's kernels the form that racecheck can follow."""
+    source = nvrtc._source
+    nvrtc._source = lambda stem: rewritten(source(stem))
+
+    def add_up(x: torch.Tensor, w: torch.Tensor, sums: torch.Tensor) -> None:
+        for row in range(len(x)):
+            sums[row] = (x[row].float() * w.float()).sum(1)
+
+    codebook_prefill.add_up = add_up
+
+
 def shape_with_adapters(name: str) -> tuple[int, int, int] | None:
     """Some small (M, N, K) that the planner gives to a kernel which adds adapters to its outputs; else None."""
     if name not in KERNELS or KERNELS[name].run_adapters is None:
         return None
     format = get_format("nf4-64-nested")
-    tried = ((m, n, 576) for n in (136, 2056) for m in (3, 24, 40))
+    tried = ((m, n, 320) for n in (136, 2056) for m in (3, 24, 130))  # no clusters
     return next(
         (each for each in tried if plan(Problem(format, torch.bfloat16, *each, ARCH)).kernel.name == name), None
     )
@@ -273,7 +305,7 @@ def shape_with_adapters(name: str) -> tuple[int, int, int] | None:
 
 def adapters(name: str) -> None:
     """A layer whose rows take two adapters or none, served by the kernel; of SHRINK any."""
-    m, n, k = shape_with_adapters(name) or (5, 136, 576)
+    m, n, k = shape_with_adapters(name) or (5, 136, 320)
     weight, dtype = random_weight("nf4-64-nested", n, k, seeded(0)), torch.bfloat16
     x = torch.randn(m, k, generator=seeded(1)).to(dtype)
     listed = [
@@ -327,6 +359,7 @@ def race() -> None:
 def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="end by then; what is missing is named")
+    parser.add_argument("--logs", type=Path, help="a folder for what each run that is not as it must be has said")
     parser.add_argument("kernel", nargs="*", help="kernels to examine; all by default")
     arguments = parser.parse_args(words)
     if not PRESENT or find() is None:
@@ -350,6 +383,10 @@ def main(words: list[str]) -> int:
     for outcome in outcomes:
         if not outcome.good:
             print(f"--- {outcome.line()}\n{outcome.output[-4000:]}")
+            if arguments.logs and outcome.output:
+                arguments.logs.mkdir(parents=True, exist_ok=True)
+                path = arguments.logs / f"{outcome.kernel} {outcome.part} {outcome.what}.log"
+                path.write_text(outcome.output)
     good = sum(outcome.good for outcome in outcomes)
     print(f"{good} of {len(outcomes)} runs as they must be")
     if any(outcome.verdict == "not supported" for outcome in outcomes):
@@ -357,18 +394,20 @@ def main(words: list[str]) -> int:
     return int(good < len(outcomes))
 
 
-def child(part: str, name: str) -> None:
+def child(part: str, name: str, what: str) -> None:
     """What a run does: a format's key, ADAPTERS or CONTROL."""
     torch.set_num_threads(1)  # many runs share the processor
+    if what == "racecheck":
+        what_racecheck_follows()
     others: dict[str, Callable[[str], None]] = {ADAPTERS: adapters, CONTROL: control}
     if part in others:
         others[part](name)
     else:
-        problems(name, part)
+        problems(name, part, what == "racecheck")
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
-        child(*sys.argv[2:4])
+        child(*sys.argv[2:5])
     else:
         raise SystemExit(main(sys.argv[1:]))
