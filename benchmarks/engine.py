@@ -2,7 +2,8 @@
 
 usage: python benchmarks/engine.py make DIR [--layers 8] [--adapters 8] [--rank 16]
        python benchmarks/engine.py run DIR --out rows.jsonl [--engines plain-0,halfbyte-0,plain-8,halfbyte-8]
-                                   [--users 1,16,32,64] [--tokens 128] [--rounds 1] [--profile 16,64] [--boot 400]
+                                   [--users 1,16,32,64] [--tokens 128] [--rounds 1] [--bare 16] [--profile 16,64]
+                                   [--boot 400]
 
 `make` writes a Llama of random weights in the layer shapes of a 24B model (bf16; vLLM quantises it to NF4 while it
 loads), and LoRA adapters in DIR/adapters. `run` starts engines, named by arm and number of adapters, all at once, so
@@ -11,9 +12,9 @@ plain for each number of users. What two runs of one arm differ by is the noise.
 vLLM's own LoRA kernels beside it, to see what folding adapters gains. `serve.py` asks whole servers instead.
 
 Every request decodes --tokens tokens after a prompt of 32, requests taking the adapters in turn; then comes the first
-token of a prompt of 2,048, and last, of engines with adapters, requests that use none. --profile: numbers of users for
-which a decode step's GPU time, by kernel, goes to FILE.profile.json beside the rows. --boot: the seconds that engines
-have to start; those that did not are left out.
+token of a prompt of 2,048, and last, of engines with adapters, requests that use none, for --bare users. --profile:
+numbers of users for which a decode step's GPU time, by kernel, goes to FILE.profile.json beside the rows. --boot: the
+seconds that engines have to start; those that did not are left out.
 
 Engines run as vLLM starts them, in a process beside the one that asks; what they are given for a quicker start, fewer
 sizes of CUDA graphs and a warm-up of the sampler's greedy kernels only, is the same for all arms.
@@ -312,6 +313,7 @@ class Settings:
     users: Sequence[int]
     tokens: int
     rounds: int
+    bare: Sequence[int]
     profile: Sequence[int]
     boot: int
     eager: bool
@@ -466,8 +468,8 @@ def cases(settings: Settings, adapters: bool) -> Iterator[tuple[int, dict[str, i
         yield settings.rounds, decode | {"users": users}
     yield max(settings.rounds, FIRST_ROUNDS), {"users": 1, "prompt": FIRST, "tokens": 1, "adapted": adapters}
     if adapters:
-        for users in settings.users:
-            yield 1, decode | {"users": users, "adapted": False}
+        for users in settings.bare:
+            yield settings.rounds, decode | {"users": users, "adapted": False}
 
 
 def timed(pair: Mapping[str, Child], rounds: int, case: Mapping[str, int]) -> dict[str, list[float]]:
@@ -542,6 +544,7 @@ def main() -> None:
     running.add_argument("--out", type=Path, required=True)
     running.add_argument("--engines", type=engines, default="plain-0,halfbyte-0,plain-8,halfbyte-8")
     running.add_argument("--users", type=numbers, default=[1, 16, 32, 64])
+    running.add_argument("--bare", type=numbers, default=[16])
     running.add_argument("--profile", type=numbers, default=[])
     for name, default in (("tokens", 128), ("rounds", 1), ("boot", 400)):
         running.add_argument(f"--{name}", type=int, default=default)

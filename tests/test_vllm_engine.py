@@ -65,7 +65,7 @@ def test_rows_have_medians_noise_and_answers(tmp_path: Path) -> None:
     (tmp_path / "adapters" / "0").mkdir(parents=True)
     (tmp_path / "adapters" / "0" / "adapter_config.json").write_text(json.dumps({"r": 16}))
     (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 8}))
-    settings = engine.Settings(tmp_path, tmp_path / "rows", [], [4], 32, 1, [], 10, False)
+    settings = engine.Settings(tmp_path, tmp_path / "rows", [], [4], 32, 1, [4], [], 10, False)
     log: list[str] = []
     pair: Any = {
         engine.PLAIN: FakeChild(engine.PLAIN, [2.0, 2.5], [1, 2, 3], log),
@@ -96,7 +96,7 @@ def test_an_arm_that_did_not_start_leaves_the_other_its_rows(tmp_path: Path) -> 
     (tmp_path / "adapters" / "0").mkdir(parents=True)
     (tmp_path / "adapters" / "0" / "adapter_config.json").write_text(json.dumps({"r": 16}))
     (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 8}))
-    settings = engine.Settings(tmp_path, tmp_path / "rows", [], [4], 32, 1, [], 10, False)
+    settings = engine.Settings(tmp_path, tmp_path / "rows", [], [4], 32, 1, [4], [], 10, False)
     ours: Any = FakeChild(engine.OURS, [1.0, 2.0], [1], [])
     row, first, bare = engine.measure(settings, {engine.OURS: ours}, ABOUT)
     assert bare["adapters_in_use"] == 0
@@ -168,7 +168,7 @@ def test_an_engine_that_is_late_costs_its_own_rows_only(
     monkeypatch.setattr(engine.Child, "__init__", remember)
     rows = tmp_path / "rows.jsonl"
     engines = [(engine.OURS, 0), (engine.PLAIN, 0)]
-    settings = engine.Settings(tmp_path, rows, engines, [1, 4], 32, 1, [4], 2, False)
+    settings = engine.Settings(tmp_path, rows, engines, [1, 4], 32, 1, [4], [4], 2, False)
     with pytest.raises(RuntimeError, match="cannot profile:\nno such thing"):
         engine.run(settings)
     found = [json.loads(line) for line in rows.read_text().splitlines()]
