@@ -437,7 +437,8 @@ def test_an_adapter_trained_on_smollm2(packed):
         by_peft = model(input_ids=ids[1:2], use_cache=False).logits
         for hook in hooks:
             hook.remove()
-        assert halfbyte.optimize(model) == len(layers) == 14
+        joined = 28 * 5  # q, k and v, and gate and up, of the blocks without adapters share their launches
+        assert halfbyte.optimize(model) - joined == len(layers) == 14
         counts.reset()
         ours = model(input_ids=ids[1:2], use_cache=False).logits
         served, passed = counts.totals()
@@ -454,4 +455,4 @@ def test_an_adapter_trained_on_smollm2(packed):
             assert float((y - alone).norm()) > 10 * error, name  # what it learnt is far above what the kernel changes
             farther += float((theirs[name].double() - y).norm()) > error
         assert farther == len(layers)
-    assert halfbyte.restore(model) == 14
+    assert halfbyte.restore(model) == 14 + joined

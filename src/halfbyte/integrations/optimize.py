@@ -21,12 +21,14 @@ logger = logging.getLogger("halfbyte")
 def optimize(model: nn.Module) -> int:
     """Run the 4-bit layers of `model` on halfbyte, LoRA included, in place; returns how many layers do so now.
 
-    Every 4-bit layer of bitsandbytes becomes a QuantLinear (`linear4bit.py`), also below PEFT's adapters, and every
-    LoRA layer of PEFT over a QuantLinear adds its adapters within that layer's pass (`peft.py`). Nothing is copied. A
-    weight that bitsandbytes repacked for its AVX-512 kernels is put back into the checkpoint's layout: its codes
-    exactly, its scales as the bf16 numbers left of them. Layers of classes that others derived, and layers without a
-    quantised weight (on the meta device, offloaded), stay as they are; the log says so. Call it again after layers were
-    added. No forward pass may run in another thread meanwhile.
+    Every 4-bit layer of bitsandbytes becomes a QuantLinear (`linear4bit.py`), also below PEFT's adapters, every LoRA
+    layer of PEFT over a QuantLinear adds its adapters within that layer's pass (`peft.py`), and QuantLinears of one
+    input (q, k and v; gate and up) share a launch where their bytes can lie side by side (`join.py`): those are copied
+    into one buffer and become views of it. Nothing else is copied. A weight that bitsandbytes repacked for its AVX-512
+    kernels is put back into the checkpoint's layout: its codes exactly, its scales as the bf16 numbers left of them.
+    Layers of classes that others derived, and layers without a quantised weight (on the meta device, offloaded), stay
+    as they are; the log says so. Call it again after layers were added, moved or copied. No forward pass may run in
+    another thread meanwhile, and CUDA graphs recorded before have to be recorded again.
 
     Raises ValueError where the model has no layer that can be optimised.
     """
@@ -44,7 +46,10 @@ def optimize(model: nn.Module) -> int:
     for reason, number in left.items():
         logger.warning("optimize: %d layers stay as they are: %s", number, reason)
     if not count:
-        why = "; ".join(left) or "it has no bitsandbytes.nn.Linear4bit, and no QuantLinears with LoRA or of one input"
+        why = (
+            "; ".join(left)
+            or "it has no bitsandbytes.nn.Linear4bit, no LoRA over a QuantLinear, and no QuantLinears of one input"
+        )
         raise ValueError(f"optimize: nothing to do in this model: {why}")
     return count
 
