@@ -261,7 +261,7 @@ DEVICE void read_words(const u8* row, int at, bool half, u32 (&words)[4]) {
     u32 raw[COUNT + 1];
 #pragma unroll
     for (int i = 0; i <= COUNT; ++i) {
-        raw[i] = from[i];
+        raw[i] = from[i < COUNT || (at & 3) || half ? i : i - 1];    // not beyond the words that are used: a copy may be writing there
         if (STRADDLE && HIGH_FIRST) raw[i] = (raw[i] >> 4 & 0x0F0F0F0F) | (raw[i] << 4 & 0xF0F0F0F0);
     }
 #pragma unroll
