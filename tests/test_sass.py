@@ -243,3 +243,27 @@ def test_rungs_are_found_by_name() -> None:
         get_rung("q4_narrow")
     sources = {path.stem for path in (Path(sass.__file__).parent / "cuda").glob("*.cu")}
     assert sources == {rung.stem for rung in RUNGS}
+
+
+@needs_compiler
+@pytest.mark.parametrize("arch", ["sm_75", "sm_90a"])
+@pytest.mark.parametrize(("format", "bits"), [("nf4-64", 4.5), ("q4_k", 4.5), ("awq-128", 4.15625)])
+def test_the_kernel_for_every_format(format: str, bits: float, arch: str) -> None:
+    """A look-up for each weight of a lane, a multiply-add for each row of x."""
+    reports = {m: examine("codebook_gemv", arch, Problem(format, "fp16", m)) for m in (1, 4)}
+    for m, report in reports.items():
+        assert report.code.weights == 32 * 128
+        assert report.code.bytes_per_weight == pytest.approx(bits / 8, abs=0.001)
+        assert not report.code.sass.local_memory()
+        look_ups = sum(number for load, number in report.loads.items() if (load.space, load.bits) == ("shared", 32))
+        assert 128 <= look_ups < 200
+        assert report.pipes["FMA"] >= 128 * m
+    assert reports[1].pipes["FMA"] < reports[4].pipes["FMA"]
+
+
+@needs_compiler
+def test_the_kernel_for_every_format_says_what_it_does_not_take() -> None:
+    with pytest.raises(ValueError, match="is for M up to 64, got 65"):
+        examine("codebook_gemv", "sm_90a", Problem(m=65))
+    with pytest.raises(ValueError, match="takes x in fp16 or bf16"):
+        examine("codebook_gemv", "sm_90a", Problem(dtype="fp32"))

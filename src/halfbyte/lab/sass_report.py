@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from .. import kernels as registry
-from ..formats import BlockFormat, get_format
-from ..kernels import codebook, codebook_mma, codebook_wgmma, nvrtc
+from ..formats import BlockFormat, PackedWeight, get_format
+from ..kernels import codebook, codebook_gemv, codebook_mma, codebook_wgmma, nvrtc
 from . import sass
 from .cards import CARDS, Card
 from .ladder_rungs import BLOCK, RUNGS, Rung
@@ -173,7 +173,27 @@ def _codebook_wgmma(arch: str, problem: Problem, card: Card | None) -> Code:
     return _multiplier(codebook_wgmma.STEM, arch, asdict(config), problem, "HGMMA", 1)
 
 
-MULTIPLIERS = {codebook_mma.STEM: _codebook_mma, codebook_wgmma.STEM: _codebook_wgmma}
+def _codebook_gemv(arch: str, problem: Problem, card: Card | None) -> Code:
+    """Of an aligned weight; a warp's round is its rows of a tile and their chunks of 32 weights."""
+    format, dtype = _asked(codebook_gemv.STEM, problem)
+    n, k, stem = problem.n, problem.k, codebook_gemv.STEM
+    if reason := codebook_gemv.reason_against(registry.Problem(format, dtype, problem.m, n, k, arch)):
+        raise ValueError(f"lab sass {stem}: it {reason}")
+    parts = {
+        name: torch.empty(part.shape, dtype=part.dtypes[0], device="meta") for name, part in format.parts(n, k).items()
+    }
+    m = min(problem.m, codebook_gemv.MAX_ROWS)
+    config = codebook_gemv.configure(PackedWeight(format, (n, k), parts), dtype, m, arch)
+    cubin = nvrtc.compile(stem, arch, asdict(config))
+    weights = config.tile_rows * BLOCK * config.chunks
+    return Code(stem, arch, asdict(config), cubin, sass.disassemble(cubin), weights, _bytes_per_weight(problem))
+
+
+MULTIPLIERS = {
+    codebook_mma.STEM: _codebook_mma,
+    codebook_wgmma.STEM: _codebook_wgmma,
+    codebook_gemv.STEM: _codebook_gemv,
+}
 
 
 def _asked(stem: str, problem: Problem) -> tuple[BlockFormat, torch.dtype]:
@@ -187,13 +207,14 @@ def _asked(stem: str, problem: Problem) -> tuple[BlockFormat, torch.dtype]:
 
 def _multiplier(stem: str, arch: str, macros: dict[str, int], problem: Problem, instruction: str, times: int) -> Code:
     """A kernel whose tensor instructions each hold 16 x 16 weights of a warp, `times` of them the same."""
-    format = get_format(problem.format)
     cubin = nvrtc.compile(stem, arch, macros)
     code = sass.disassemble(cubin)
     weights = sass.count(code.main_loop())[instruction] * MMA_ROWS * MMA_K // times
-    size = sum(_bytes(part.shape, part.dtypes) for part in format.parts(problem.n, problem.k).values())
-    return Code(stem, arch, macros, cubin, code, weights, size / problem.n / problem.k)
+    return Code(stem, arch, macros, cubin, code, weights, _bytes_per_weight(problem))
 
 
-def _bytes(shape: Sequence[int], dtypes: Sequence[torch.dtype]) -> int:
-    return prod(shape) * dtypes[0].itemsize
+def _bytes_per_weight(problem: Problem) -> float:
+    """Of all parts of the format."""
+    n, k = problem.n, problem.k
+    parts = get_format(problem.format).parts(n, k).values()
+    return sum(prod(part.shape) * part.dtypes[0].itemsize for part in parts) / n / k
