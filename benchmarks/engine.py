@@ -44,7 +44,9 @@ MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 PROMPT = 32
 FIRST, FIRST_ROUNDS = 2048, 3  # tokens of the prompt whose first token is waited for, and how often A, B, B, A
 PROBES, PROBE_TOKENS = 16, 16  # requests whose answers are compared, and the answers' length
+SHORT = 8  # tokens of a run that is mostly its prompts
 TRACED = 16  # decode steps of a profile
+SAMPLER = "_gumbel_sample_kernel"  # vLLM's, once a step, for greedy requests too
 KV_BYTES = 4 << 30
 HIDDEN, MLP, HEADS, KV_HEADS, HEAD, VOCABULARY = 5120, 32768, 32, 8, 128, 32768
 
@@ -210,28 +212,44 @@ def start_trace(worker: Any) -> None:
     worker.halfbyte_trace.__enter__()
 
 
-def stop_trace(worker: Any) -> dict[str, Any]:
-    """Since `start_trace`: each kernel's calls and microseconds on the GPU; the microseconds from the first one's start
-    to the last one's end (span_us), and those of them in which any ran (covered_us).
-    """
+def stop_trace(worker: Any) -> list[list[Any]]:
+    """[name (its beginning), start, end in microseconds] of what ran on the GPU since `start_trace`, in the order of starts."""
     from torch.autograd import DeviceType
 
     trace = worker.__dict__.pop("halfbyte_trace")
     trace.__exit__(None, None, None)
-    kernels: dict[str, list[float]] = {}
-    spans = []
-    for event in trace.events():
-        if event.device_type == DeviceType.CUDA:
-            start, end = event.time_range.start, event.time_range.end
-            calls, us = kernels.get(event.name, (0, 0.0))
-            kernels[event.name] = [calls + 1, us + end - start]
-            spans.append((start, end))
-    spans.sort()
-    covered, latest = 0.0, spans[0][0] if spans else 0.0
-    for start, end in spans:
+    found = [event for event in trace.events() if event.device_type == DeviceType.CUDA]
+    return sorted(
+        ([each.name[:120], each.time_range.start, each.time_range.end] for each in found), key=lambda each: each[1]
+    )
+
+
+def decode_steps(kernels: Sequence[Sequence[Any]], steps: int) -> dict[str, Any]:
+    """What a decode step is made of: the mean of `steps` steps that have no prompts, by the kernel that ends each.
+
+    step_us: from step to step; covered_us: of that with a kernel at work; busy_us: the sum of all kernels' times.
+    Raises RuntimeError where there are not so many.
+    """
+    ends = [i for i, (name, _, _) in enumerate(kernels) if SAMPLER in name]
+    if len(ends) < steps + 2:
+        raise RuntimeError(f"{len(ends)} calls of {SAMPLER} in a trace, for {steps} steps")
+    first, last = ends[-steps - 2], ends[-2]  # the last step may be of fewer users
+    chosen = kernels[first + 1 : last + 1]
+    covered, latest = 0.0, kernels[first][2]
+    by_name: dict[str, list[float]] = {}
+    for name, start, end in chosen:
         covered += max(0.0, end - max(start, latest))
         latest = max(latest, end)
-    return {"kernels": kernels, "covered_us": covered, "span_us": latest - spans[0][0] if spans else 0.0}
+        calls, us = by_name.get(name, (0, 0.0))
+        by_name[name] = [calls + 1, us + end - start]
+    listed = [{"kernel": name, "calls": n / steps, "us": us / steps} for name, (n, us) in by_name.items()]
+    listed.sort(key=lambda each: -each["us"])
+    return {
+        "step_us": (kernels[last][2] - kernels[first][2]) / steps,
+        "covered_us": covered / steps,
+        "busy_us": sum(each["us"] for each in listed),
+        "kernels": listed[:40],
+    }
 
 
 class Engine:
@@ -271,28 +289,11 @@ class Engine:
         return found
 
     def profile(self, users: int) -> dict[str, Any]:
-        """GPU time of a decode step, in all and by kernel: what TRACED more tokens of each user take longer.
-
-        step_us: from step to step; covered_us: of that with a kernel at work; busy_us: the sum of all kernels' times.
-        """
-        short, long = (self._trace(users, tokens) for tokens in (4, 4 + TRACED))
-        kernels = []
-        for name, (calls, us) in long["kernels"].items():
-            before = short["kernels"].get(name, (0, 0.0))
-            each = {"kernel": name[:120], "calls": (calls - before[0]) / TRACED, "us": (us - before[1]) / TRACED}
-            if each["calls"] > 0:
-                kernels.append(each)
-        kernels.sort(key=lambda each: -each["us"])
-        step, covered = ((long[name] - short[name]) / TRACED for name in ("span_us", "covered_us"))
-        busy = sum(each["us"] for each in kernels)
-        return {"users": users, "step_us": step, "covered_us": covered, "busy_us": busy, "kernels": kernels[:40]}
-
-    def _trace(self, users: int, tokens: int) -> dict[str, Any]:
-        """`stop_trace` of a run."""
+        """`decode_steps` of this many users."""
         self.llm.collective_rpc(start_trace)
-        self._generate(users, tokens, 1)
-        found: dict[str, Any] = self.llm.collective_rpc(stop_trace)[0]
-        return found
+        self._generate(users, 2 * TRACED, 1)
+        kernels = self.llm.collective_rpc(stop_trace)[0]
+        return {"users": users, **decode_steps(kernels, TRACED)}
 
     def counters(self) -> dict[str, Any]:
         """See `read_counters`."""
@@ -426,6 +427,7 @@ def measure(settings: Settings, pair: Mapping[str, Child], shared: Mapping[str, 
     labels[BESIDE] = f"{labels[OURS]}, adapters by vllm {shared['vllm']}"
     for rounds, case in cases(settings, any(child.adapters for child in pair.values())):
         users, prompt, tokens, adapted = (case[name] for name in ("users", "prompt", "tokens", "adapted"))
+        short = timed(pair, rounds, {**case, "tokens": min(tokens, SHORT)})  # a warm-up, too
         seconds = timed(pair, rounds, case)
         for arm, child in pair.items():
             speeds = [users * tokens / each for each in seconds[arm]]
@@ -449,6 +451,7 @@ def measure(settings: Settings, pair: Mapping[str, Child], shared: Mapping[str, 
                 "new_tokens": tokens,
                 "tokens_per_s": middle,
                 "tpot_ms": users / middle * 1e3,
+                **({"step_ms": step_ms(seconds[arm], short[arm], tokens)} if tokens > SHORT else {}),
                 **({"ttft_ms": statistics.median(seconds[arm]) * 1e3} if tokens == 1 else {}),
                 "spread": (max(speeds) - min(speeds)) / middle,
                 "runs": speeds,
@@ -473,14 +476,17 @@ def cases(settings: Settings, adapters: bool) -> Iterator[tuple[int, dict[str, i
 
 
 def timed(pair: Mapping[str, Child], rounds: int, case: Mapping[str, int]) -> dict[str, list[float]]:
-    """Each arm's seconds for a case, run by run, in the order A, B, B, A, …, after a short run of each."""
+    """Each arm's seconds for a case, run by run, in the order A, B, B, A, …"""
     there = list(pair)
-    for child in pair.values():
-        child.ask("time", seed=0, **{**case, "tokens": min(case["tokens"], 8)})
     seconds: dict[str, list[float]] = {arm: [] for arm in there}
     for i, arm in enumerate((there + there[::-1]) * rounds):
         seconds[arm].append(pair[arm].ask("time", seed=i, **case))
     return seconds
+
+
+def step_ms(long: Sequence[float], short: Sequence[float], tokens: int) -> float:
+    """A decode step alone, from the seconds of runs of so many tokens and of runs of SHORT tokens."""
+    return (statistics.median(long) - statistics.median(short)) / (tokens - SHORT) * 1e3
 
 
 def shared_rank(model: Path) -> int:

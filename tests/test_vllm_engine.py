@@ -53,7 +53,7 @@ class FakeChild:
         if do == "time":
             if words["prompt"] == engine.FIRST or not words["adapted"]:
                 return 0.5 if self.arm == engine.PLAIN else 0.25
-            if words["tokens"] != 8:
+            if words["tokens"] != engine.SHORT:
                 self.log.append(self.arm)
                 return self.seconds.pop(0)
         if do == "answers":
@@ -78,6 +78,7 @@ def test_rows_have_medians_noise_and_answers(tmp_path: Path) -> None:
     assert plain["spread"] == pytest.approx(12.8 / 57.6)
     assert plain["tpot_ms"] == pytest.approx(4 / 57.6 * 1e3)
     assert ours["tokens_per_s"] == 128.0
+    assert ours["step_ms"] == pytest.approx(1e3 / (32 - engine.SHORT))
     assert (plain["kernel"], ours["kernel"]) == ("bitsandbytes 2", "halfbyte 1")
     assert (ours["layers"], ours["adapters"], ours["rank"], ours["users"]) == (8, 8, 16, 4)
     assert "ttft_ms" not in ours
@@ -110,28 +111,34 @@ def test_graphs_are_captured_for_few_sizes_and_the_most_users(users: int, sizes:
     assert engine.graph_sizes(users) == sizes
 
 
-def test_a_trace_tells_kernels_apart_from_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trace_holds_what_ran_on_the_gpu_in_order() -> None:
     def event(name: str, start: float, end: float, device: DeviceType = DeviceType.CUDA) -> SimpleNamespace:
         return SimpleNamespace(name=name, device_type=device, time_range=SimpleNamespace(start=start, end=end))
 
-    events = [
-        event("b", 14, 20), event("a", 10, 12), event("a", 18, 19), event("launch", 0, 90, DeviceType.CPU),
-        event("c", 19, 24),
-    ]  # fmt: skip
-    trace = SimpleNamespace(events=lambda: events, __exit__=lambda *error: None)
-    worker = SimpleNamespace(halfbyte_trace=trace)
-    found = engine.stop_trace(worker)
-    assert found == {"kernels": {"b": [1, 6], "a": [2, 3], "c": [1, 5]}, "covered_us": 12, "span_us": 14}
+    events = [event("b", 14, 20), event("a", 10, 12), event("launch", 0, 90, DeviceType.CPU), event("c", 19, 24)]
+    worker = SimpleNamespace(halfbyte_trace=SimpleNamespace(events=lambda: events, __exit__=lambda *error: None))
+    assert engine.stop_trace(worker) == [["a", 10, 12], ["b", 14, 20], ["c", 19, 24]]
     assert not vars(worker)
 
-    empty = {"kernels": {}, "covered_us": 0.0, "span_us": 0.0}
-    traces = iter([empty, found])
-    asked = engine.Engine.__new__(engine.Engine)
-    monkeypatch.setattr(asked, "_trace", lambda users, tokens: next(traces))
-    profile = asked.profile(4)
-    assert profile["busy_us"] == 14 / engine.TRACED
-    assert (profile["step_us"], profile["covered_us"]) == (14 / engine.TRACED, 12 / engine.TRACED)
-    assert [each["kernel"] for each in profile["kernels"]] == ["b", "c", "a"]
+
+def test_a_decode_step_is_told_from_prompts_and_gaps() -> None:
+    kernels = [["prompt", 0, 500], [engine.SAMPLER, 500, 505]]
+    for i in range(6):
+        start = 600 + 100 * i
+        kernels += [["a", start, start + 40], ["b", start + 30, start + 60], ["a", start + 70, start + 80]]
+        kernels.append([f"void {engine.SAMPLER}<1>", start + 80, start + 85])
+    kernels += [["a", 1200, 1201], [engine.SAMPLER, 1300, 1301]]  # fewer users
+    found = engine.decode_steps(kernels, 4)
+    assert (found["step_us"], found["covered_us"], found["busy_us"]) == (100, 75, 85)
+    assert [(each["kernel"][:1], each["calls"], each["us"]) for each in found["kernels"]] == [
+        ("a", 2, 50), ("b", 1, 30), ("v", 1, 5),
+    ]  # fmt: skip
+    with pytest.raises(RuntimeError, match="8 calls of"):
+        engine.decode_steps(kernels, 7)
+
+
+def test_a_step_is_what_more_tokens_take() -> None:
+    assert engine.step_ms([0.5, 0.52, 0.48], [0.26, 0.25, 0.3], 8 + 24) == pytest.approx(10.0)
 
 
 ENGINE = """
