@@ -213,7 +213,7 @@ def start_trace(worker: Any) -> None:
 
 
 def stop_trace(worker: Any) -> list[list[Any]]:
-    """[name (its beginning), start, end in microseconds] of what ran on the GPU since `start_trace`, in the order of starts."""
+    """[name's beginning, start, end in microseconds] of what ran on the GPU since `start_trace`, in order of starts."""
     from torch.autograd import DeviceType
 
     trace = worker.__dict__.pop("halfbyte_trace")
