@@ -107,22 +107,32 @@ def test_an_arm_compiles_once():
     assert kept[0][0] is kept[1][0], "a recorded CUDA graph stays good for its memory only"
 
 
-def test_arms_keep_their_code_where_guards_are_left_out():
-    """As in the measured rounds: torch then checks only what tells the arms' compiled code apart."""
+def test_arms_keep_their_code_without_guards_on_modules():
     torch.compiler.reset()
     model = generate.build("tiny", CPU, torch.bfloat16, nested=False, layers=1)
     options = generate._options(generate.Settings(), CPU)
     options["compile_config"].backend = "eager"
     arms, ids, tokens = generate.make_arms(model), torch.arange(4).view(1, 4), 6
-    for arm in arms:
-        arm.run(ids, tokens, options)
     steps = tokens + generate.WARM_TOKENS
-    with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
-        for _ in range(2):
-            for arm, calls in zip(arms, (0, 0, 7 * steps, 4 * steps), strict=True):
-                switch.reset_counters()
-                arm.run(ids, tokens, options)
-                assert switch.status().hits == calls, arm.name
+    for _ in range(2):
+        for arm, calls in zip(arms, (0, 0, 7 * steps, 4 * steps), strict=True):
+            switch.reset_counters()
+            arm.run(ids, tokens, options)
+            assert switch.status().hits == calls, arm.name
+
+
+@pytest.mark.parametrize("guards", [False, True])
+def test_guards_on_modules_are_left_out_unless_asked_for(guards):
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    torch.compiler.reset()
+    model = generate.build("tiny", CPU, torch.bfloat16, nested=False, layers=1)
+    options = generate._options(generate.Settings(guards=guards), CPU)
+    options["compile_config"].backend = "eager"
+    arm = generate.make_arms(model)[2]
+    arm.run(torch.arange(4).view(1, 4), 3, options)
+    (entry,) = _debug_get_cache_entry_list(type(model).forward.__code__)
+    assert ("q_proj" in str(entry.guard_manager)) == guards
 
 
 def test_an_unknown_arm_is_an_error():

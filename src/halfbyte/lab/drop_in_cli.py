@@ -30,9 +30,7 @@ def bench_generate_command(
     arms: Annotated[
         str, typer.Option(help="halfbyte by its switch, by optimize, or both: switch,optimize.")
     ] = "switch",
-    guards: Annotated[
-        bool, typer.Option("--guards", help="Have compiled code check its guards at every token.")
-    ] = False,
+    guards: Annotated[bool, typer.Option("--guards", help="Have compiled code check its guards on modules.")] = False,
     device: DeviceOption = DEFAULT_DEVICE,
     out: Annotated[Path | None, typer.Option(help="Append the rows to this JSONL file.")] = None,
     as_json: JsonOption = False,

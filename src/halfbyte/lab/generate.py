@@ -7,8 +7,8 @@ as compiled code and captured CUDA graphs keep the kernels that they were made w
 another would measure that other one. On a GPU the arms share the weights' memory.
 
 All arms generate as transformers and PyTorch advise where speed counts: each model keeps one StaticCache, as a CUDA
-graph is recorded anew for the memory of another, and once all is compiled the guards that compiled code checks at every
-token are left out (`torch.compiler.set_stance(skip_guard_eval_unsafe=True)`), or kept if asked for.
+graph is recorded anew for the memory of another; and what is compiled does not check at every token whether the model's
+modules changed (`torch.compiler.skip_guard_on_all_nn_modules_unsafe`), unless asked to.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Run:
 class Settings:
     """What is measured. users: rows of a batch. rounds: how often each arm takes its turn, after one to warm up.
 
-    arms: by what halfbyte runs beside bitsandbytes, of ARMS. guards: whether compiled code checks its guards.
+    arms: by what halfbyte runs beside bitsandbytes, of ARMS. guards: whether compiled code checks those on modules.
     """
 
     shape: str = "llama-3-8b"
@@ -242,8 +242,7 @@ def _measure(
                 progress(f"{users} users, {arm.name}: {f'round {turn} of {settings.rounds}' if turn else 'warming up'}")
                 if arm.on and not turn:
                     switch.reset_counters()
-                with torch.compiler.set_stance(skip_guard_eval_unsafe=bool(turn) and not settings.guards):
-                    run = arm.run(ids, settings.tokens, options)
+                run = arm.run(ids, settings.tokens, options)
                 if arm.on and not turn:
                     kernels[arm.name] = arm.name.replace("halfbyte", f"halfbyte {_decoding_kernel(users)}", 1)
                 if turn:
@@ -266,11 +265,24 @@ def _options(settings: Settings, device: torch.device) -> dict[str, Any]:
 
     if not settings.compiled:
         return {"disable_compile": True}
-    if device.type != "cpu":  # there transformers compiles a static cache's decoding by itself
-        return {}
-    config = CompileConfig(mode=None)
-    config._compile_all_devices = True
+    config = CompileConfig(mode=None, options={})
+    if device.type == "cpu":
+        config._compile_all_devices = True
+    else:
+        config.options["triton.cudagraphs"] = True  # all that mode "reduce-overhead" stands for
+    if not settings.guards:
+        config.options["guard_filter_fn"] = _guards_that_stay
     return {"compile_config": config}
+
+
+def _guards_that_stay(entries: Sequence[Any]) -> list[bool]:
+    """All but those on modules, and the one on the model's class: it tells the arms' code apart."""
+    from transformers import PreTrainedModel
+
+    kept: list[bool] = torch.compiler.skip_guard_on_all_nn_modules_unsafe(entries)  # type: ignore[no-untyped-call]
+    for i, entry in enumerate(entries):
+        kept[i] |= entry.guard_type == "TYPE_MATCH" and isinstance(entry.value, PreTrainedModel)
+    return kept
 
 
 def _generate(model: Any, ids: torch.Tensor, tokens: int, cache: Any, options: dict[str, Any]) -> Run:
