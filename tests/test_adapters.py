@@ -448,23 +448,38 @@ def test_the_operators_keep_torch_s_rules():
         halfbyte.adapter_ops.shrink_op, (x, chosen.a, chosen.spans, index, chosen.width), test_utils=checks
     )
     h = shrink(x, chosen, index).detach()
-    torch.library.opcheck(
-        halfbyte.adapter_ops.linear_adapters_op,
-        (
-            x,
-            list(weight.parts.values()),
-            None,
-            weight.format.key,
-            N,
-            K,
-            h,
-            chosen.b,
-            chosen.table,
-            chosen.scalings,
-            index,
-        ),
-        test_utils=checks,
-    )
+    problem = (x, list(weight.parts.values()), None, weight.format.key, N, K)
+    rest = (chosen.b, chosen.table, chosen.scalings, index)
+    torch.library.opcheck(halfbyte.adapter_ops.linear_adapters_op, (*problem, h, *rest), test_utils=checks)
+    both = (*problem, chosen.a, chosen.spans, chosen.width, *rest)
+    torch.library.opcheck(halfbyte.adapter_ops.linear_with_adapters_op, both, test_utils=checks)
+
+
+@pytest.mark.parametrize("shape", [(3, K), (2, 3, K), (0, K), (K,)], ids=str)
+def test_one_operator_is_both(shape):
+    """Bits and gradients of `linear_with_adapters` are those of `shrink` and the rest."""
+    generator = seeded(25)
+    weight = base()
+    listed = [make_adapter(4, generator), make_adapter(7, generator)]
+    x = torch.randn(*shape, generator=generator).bfloat16()
+    index = torch.randint(-1, 2, shape[:-1], generator=generator)
+    bias = torch.randn(2 * N, generator=generator)[::2]  # which kernels get a copy of
+    grads = []
+    for shared in (False, True):
+        leaves = [each.detach().requires_grad_() for each in (x, bias, listed[0].a, listed[1].b)]
+        mine = [
+            Adapter(leaves[2], listed[0].b, listed[0].scaling),
+            Adapter(listed[1].a, leaves[3], listed[1].scaling),
+        ]
+        chosen = adapters.pack(mine, N, K)
+        h = shrink(leaves[0], chosen, index) if shared else None
+        out = linear_with_adapters(leaves[0], weight, leaves[1], chosen, index, shrunk=h)
+        out.float().square().sum().backward()
+        with torch.no_grad():
+            assert torch.equal(out, linear_with_adapters(x, weight, bias, listed, index))
+        grads.append([each.grad for each in leaves])
+    for one, other in zip(*grads, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_autocast_casts_x_as_torch_s_linear_does():

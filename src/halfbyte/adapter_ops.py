@@ -42,6 +42,8 @@ for _signature in (
     "adapters_shrink(Tensor x, Tensor a, Tensor spans, Tensor? index, int width) -> Tensor",
     "linear_adapters(Tensor x, Tensor[] parts, Tensor? bias, str format, int N, int K, Tensor shrunk, Tensor b, "
     "Tensor table, Tensor scalings, Tensor? index) -> Tensor",
+    "linear_with_adapters(Tensor x, Tensor[] parts, Tensor? bias, str format, int N, int K, Tensor a, Tensor spans, "
+    "int width, Tensor b, Tensor table, Tensor scalings, Tensor? index) -> Tensor",
     "adapters_shrink_grad(Tensor grad, Tensor x, Tensor a, Tensor spans, Tensor? index) -> (Tensor, Tensor)",
     "adapters_expand_grad(Tensor grad, Tensor shrunk, Tensor b, Tensor table, Tensor scalings, Tensor? index) "
     "-> (Tensor, Tensor)",
@@ -49,6 +51,7 @@ for _signature in (
     _library.define(_signature, tags=(torch.Tag.pt2_compliant_tag,))
 shrink_op = torch.ops.halfbyte.adapters_shrink.default
 linear_adapters_op = torch.ops.halfbyte.linear_adapters.default
+linear_with_adapters_op = torch.ops.halfbyte.linear_with_adapters.default
 shrink_grad_op = torch.ops.halfbyte.adapters_shrink_grad.default
 expand_grad_op = torch.ops.halfbyte.adapters_expand_grad.default
 
@@ -135,15 +138,17 @@ def _linear_adapters(
     table: Tensor,
     scalings: Tensor,
     index: Tensor | None,
+    fresh: bool = False,
 ) -> Tensor:
     weight = checked_weight(x, parts, key, n, k)
     weight.check_input("x", x, k)
     if bias is not None:
         _check_bias(x, bias, weight.spec)
+        fresh = fresh and bias.is_contiguous()  # no copy of it comes between
         bias = bias.contiguous()
     rows = _rows(x)
     m = rows.shape[0]
-    expand = Expand(shrunk.reshape(m, shrunk.shape[-1]), b, table, scalings, index)
+    expand = Expand(shrunk.reshape(m, shrunk.shape[-1]), b, table, scalings, index, fresh)
     _check_expand(x, m, expand)
     out = rows.new_empty(m, n)
     kernel = weight.kernel(x.dtype, m)
@@ -155,6 +160,29 @@ def _linear_adapters(
             _compose(weight, kernel, rows, bias, expand, out)
     label = kernel.name if reason is None else f"{kernel.name} and torch ({reason})"
     counts.serve("linear_adapters", label, bucket(m))
+    return out.view(*x.shape[:-1], n)
+
+
+def _linear_with_adapters(
+    x: Tensor,
+    parts: Sequence[Tensor],
+    bias: Tensor | None,
+    key: str,
+    n: int,
+    k: int,
+    a: Tensor,
+    spans: Tensor,
+    width: int,
+    b: Tensor,
+    table: Tensor,
+    scalings: Tensor,
+    index: Tensor | None,
+) -> Tensor:
+    """Both operators, one right behind the other."""
+    rows = _rows(x)
+    shrunk = _shrink(rows, a, spans, index, width)
+    fresh = shrunk.numel() > 0 and adapters_shrink.reason_against(x) is None
+    out = _linear_adapters(rows, parts, bias, key, n, k, shrunk, b, table, scalings, index, fresh)
     return out.view(*x.shape[:-1], n)
 
 
@@ -202,6 +230,22 @@ def _linear_adapters_fake(
     m = x[..., 0].numel()
     _check_expand(x, m, Expand(shrunk.reshape(m, shrunk.shape[-1]), b, table, scalings, index))
     return x.new_empty((*x.shape[:-1], n))
+
+
+def _linear_with_adapters_fake(
+    x: Tensor,
+    parts: Sequence[Tensor],
+    bias: Tensor | None,
+    key: str,
+    n: int,
+    k: int,
+    a: Tensor,
+    spans: Tensor,
+    width: int,
+    *rest: Any,
+) -> Tensor:
+    shrunk = _shrink_fake(x, a, spans, rest[-1], width)
+    return _linear_adapters_fake(x, parts, bias, key, n, k, shrunk, *rest)
 
 
 # ---- backward
@@ -346,14 +390,46 @@ def _linear_adapters_autograd(
     return _below_autograd(linear_adapters_op, _linear_adapters, keyset, *arguments)
 
 
+def _linear_with_adapters_autograd(
+    keyset: DispatchKeySet,
+    x: Tensor,
+    parts: list[Tensor],
+    bias: Tensor | None,
+    key: str,
+    n: int,
+    k: int,
+    a: Tensor,
+    spans: Tensor,
+    width: int,
+    b: Tensor,
+    table: Tensor,
+    scalings: Tensor,
+    index: Tensor | None,
+) -> Tensor:
+    learns = torch.is_grad_enabled() and (
+        x.requires_grad or a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)
+    )
+    if learns:
+        shrunk = shrink_op(x, a, spans, index, width)
+        out: Tensor = linear_adapters_op(x, parts, bias, key, n, k, shrunk, b, table, scalings, index)
+        return out
+    arguments = (x, parts, bias, key, n, k, a, spans, width, b, table, scalings, index)
+    if _is_plain(keyset.raw_repr()):
+        return _linear_with_adapters(*arguments)
+    return _below_autograd(linear_with_adapters_op, _linear_with_adapters, keyset, *arguments)
+
+
 _library.impl("adapters_shrink", _shrink, "CompositeExplicitAutograd")
 _library.impl("linear_adapters", _linear_adapters, "CompositeExplicitAutograd")
+_library.impl("linear_with_adapters", _linear_with_adapters, "CompositeExplicitAutograd")
 _library.impl("adapters_shrink", _shrink_autograd, "Autograd", with_keyset=True)
 _library.impl("linear_adapters", _linear_adapters_autograd, "Autograd", with_keyset=True)
+_library.impl("linear_with_adapters", _linear_with_adapters_autograd, "Autograd", with_keyset=True)
 _library.impl("adapters_shrink_grad", _shrink_grad, "CompositeExplicitAutograd")
 _library.impl("adapters_expand_grad", _expand_grad, "CompositeExplicitAutograd")
 torch.library.register_fake("halfbyte::adapters_shrink", _shrink_fake, lib=_library)
 torch.library.register_fake("halfbyte::linear_adapters", _linear_adapters_fake, lib=_library)
+torch.library.register_fake("halfbyte::linear_with_adapters", _linear_with_adapters_fake, lib=_library)
 torch.library.register_fake(
     "halfbyte::adapters_shrink_grad",
     lambda grad, x, a, spans, index: (x.new_empty(x.shape), torch.empty_like(a)),

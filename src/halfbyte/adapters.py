@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .adapter_ops import NAME, linear_adapters_op, shrink_op
+from .adapter_ops import NAME, linear_adapters_op, linear_with_adapters_op, shrink_op
 from .formats import PackedWeight, quantize
 from .kernels.registry import DTYPES
 from .ops import linear
@@ -92,17 +92,17 @@ def linear_with_adapters(
     x = _autocast(x)
     if bias is not None and x.dtype != bias.dtype != torch.float32:
         bias = bias.to(x.dtype) if torch.is_autocast_enabled(x.device.type) else bias  # else the operator complains
+    problem = (x, list(weight.parts.values()), bias, weight.format.key, n, k)
+    rest = (chosen.b, chosen.table, chosen.scalings, rows)
     if shrunk is None:
-        shrunk = shrink_op(x, chosen.a, chosen.spans, rows, chosen.width)
-    elif shrunk.shape != (*x.shape[:-1], chosen.width):
+        out: Tensor = linear_with_adapters_op(*problem, chosen.a, chosen.spans, chosen.width, *rest)
+        return out
+    if shrunk.shape != (*x.shape[:-1], chosen.width):
         raise ValueError(
             f"{NAME}: shrunk must have shape {[*x.shape[:-1], chosen.width]}, got {list(shrunk.shape)}; "
             "halfbyte.adapters.shrink makes it from the same x, adapters and index"
         )
-    parts = list(weight.parts.values())
-    out: Tensor = linear_adapters_op(
-        x, parts, bias, weight.format.key, n, k, shrunk, chosen.b, chosen.table, chosen.scalings, rows
-    )
+    out = linear_adapters_op(*problem, shrunk, *rest)
     return out
 
 

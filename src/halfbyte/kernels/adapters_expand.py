@@ -1,4 +1,4 @@
-"""What kernels for codebook weights are given of adapters: cuda/adapters_expand.cuh in Python.
+"""What kernels for codebook weights are given of adapters: cuda/adapters_types.cuh and adapters_expand.cuh in Python.
 
 Their outputs get scaling * B h in fp32 before the one rounding, each row of x with its own adapter.
 """
@@ -16,6 +16,7 @@ from .launch import Bind, Launch
 from .registry import Expand
 
 TABLE_ALIGNMENT = 16  # bytes, of the table
+DEPTH = 3  # tiles that a warp has on their way, as in the kernels
 
 
 class ExpandStruct(ctypes.Structure):
@@ -31,6 +32,14 @@ class ExpandStruct(ctypes.Structure):
         ("slots", ctypes.c_int),
         ("b_type", ctypes.c_int),
     )
+
+
+def shared_bytes(rows: int, columns: int, warps: int) -> int:
+    """Shared memory for what is added to a tile of `rows` rows of W and `columns` of x.
+
+    Beside that its items, what warps have on its way to them, and two barriers.
+    """
+    return columns * (4 * (rows + 4) + 32) + warps * DEPTH * 1024 + 16
 
 
 def reason_against(expand: Expand) -> str | None:

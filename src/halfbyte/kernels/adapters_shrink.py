@@ -22,9 +22,9 @@ STEM = "adapters_shrink"
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100")  # it compiles for
 SEEN_RIGHT = ("sm_90a",)  # its answers were checked on; elsewhere torch serves until they are
 CLUSTERS = ("sm_90a", "sm_100")
-THREADS, RANKS, CHUNK = 512, 16, 64  # as in the kernel
+CHUNK = 64  # as in the kernel
 PORTABLE = 8  # blocks of a cluster, without asking for more
-BLOCKS = 128  # that share the items of a chunk, at most: a multiprocessor's registers hold one
+BLOCKS = 512  # that share the items of a chunk, at most: a multiprocessor's registers hold six
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,12 @@ class Config:
     X_TYPE: int
     A_TYPE: int
     GROUPS: int
+    RANKS: int
     CLUSTER: int
+    WARPS: int
     WIDE: int
     OVERLAP: int
+    LATE: int
 
 
 class _Problem(ctypes.Structure):
@@ -59,21 +62,27 @@ class _Problem(ctypes.Structure):
 
 
 def configure(x_dtype: torch.dtype, a_dtype: torch.dtype, m: int, k: int, wide: bool, arch: str) -> Config:
-    """The configuration for m rows of x. How many blocks share K does not depend on M: it decides the order of sums."""
-    cluster = min(16, 1 << max(0, -(-k // 1024) - 1).bit_length()) if arch in CLUSTERS else 1
+    """The configuration for m rows of x. How many blocks share K does not depend on M: it decides the order of sums.
+
+    LATE for as many rows as codebook_wgmma takes, which begins with laying x out: that can be done at the same time.
+    """
+    cluster = min(16, 1 << max(0, -(-k // 256) - 1).bit_length()) if arch in CLUSTERS else 1
     return Config(
         X_TYPE=X_TYPES[x_dtype],
         A_TYPE=X_TYPES[a_dtype],
         GROUPS=1 if m <= 8 else 2 if m <= 16 else 4,
+        RANKS=16 if k <= 8192 else 8,
         CLUSTER=cluster,
+        WARPS=2 if arch in CLUSTERS else 8,
         WIDE=int(wide),
         OVERLAP=int(arch in CLUSTERS),
+        LATE=int(arch in CLUSTERS and m > 8),
     )
 
 
 def clusters_for(config: Config, m: int, slots: int, width: int) -> int:
     """Clusters that share the items of a chunk of rows: no more than there can be items."""
-    items = min(m, CHUNK, slots + 1) * -(-width // RANKS)
+    items = min(m, CHUNK, slots + 1) * -(-width // config.RANKS)
     return max(1, min(items, BLOCKS // config.CLUSTER))
 
 
@@ -89,7 +98,7 @@ def _launch(config: Config, chunks: int, clusters: int, arch: str, device: int) 
         kernel,
         (_Problem(clusters=clusters),),
         blocks=chunks * clusters * config.CLUSTER,
-        threads=THREADS,
+        threads=32 * config.WARPS,
         shared_bytes=0,
         early=bool(config.OVERLAP),
         alignment=1,

@@ -54,7 +54,7 @@ class Config:
 
     @property
     def threads(self) -> int:
-        """Sixteen warps multiply; one copies, one or two decode scales and one fetches adapters where there are any."""
+        """Sixteen warps multiply; one copies, one or two decode scales, one works adapters out where there are any."""
         sides = 0 if not self.SCALE_SIDE else 2 if self.RESIDENT == 1 else 1
         return 32 * (WARPS + 1 + sides + self.ADAPTERS)
 
@@ -69,13 +69,14 @@ class Config:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block: table, ring, sums, the cluster's sums, x, nested map, barriers."""
+        """Dynamic shared memory of a block: table, ring, sums, the cluster's sums, x, nested map, barriers, adapters."""
         ring = self.STAGES * self.rows * (128 + 4 * self.stage_blocks)
         sums = (WARPS if self.X_ROWS == 1 else 4) * self.X_ROWS * (self.rows + 4) * 4
         peers = (self.SPLIT - 1) * self.GROUPS * self.X_ROWS * self.rows * 4
         x = WARPS * self.GROUPS * self.X_ROWS * (codebook.UNIT * (4 if self.X_TYPE == 2 else 2) + 16)
         nested = 1024 if self.SCALE_KIND == 1 else 0
-        return self.TERMS * 32768 + ring + sums + peers + x + nested + 16 * (self.STAGES + 1)
+        added = adapters_expand.shared_bytes(self.rows, self.GROUPS * self.X_ROWS, 1) if self.ADAPTERS else 0
+        return self.TERMS * 32768 + ring + sums + peers + x + nested + 16 * (self.STAGES + 1) + added
 
 
 @dataclass(frozen=True)
@@ -318,6 +319,11 @@ def with_stages(config: Config, room: int) -> Config:
     return replace(config, STAGES=stages)
 
 
+def with_adapters(config: Config, arch: str) -> Config:
+    """The configuration with adapters, for whose part the ring makes room."""
+    return with_stages(replace(config, ADAPTERS=1), room(arch, config.RESIDENT))
+
+
 def _arguments(weight: PackedWeight, config: Config, grid: Grid, arch: str) -> tuple[ctypes.Structure, ...]:
     """The kernel's arguments for a weight; what a call brings is filled in later."""
     n, k = weight.shape
@@ -346,7 +352,8 @@ def bind(
     n, k = weight.shape
     side = not codebook.copies_scales(weight, arch)
     config, grid = configure(weight.format, dtype, m, n, k, arch, multiprocessors, strict, side, settings)
-    config = replace(config, ADAPTERS=int(adapters))
+    if adapters:
+        config = with_adapters(config, arch)
     return Launch(
         nvrtc.load(STEM, arch, asdict(config), device, config.shared_bytes),
         _arguments(weight, config, grid, arch),

@@ -65,13 +65,16 @@ class Config:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory: table, ring, sums of pieces, sums passed between warpgroups, nested map, barriers."""
+        """Dynamic shared memory: table, ring, sums of pieces and those passed on, nested map, barriers, adapters."""
         stage_blocks = TEAM * UNIT // self.BLOCK
         unscale = 16 * self.COLUMNS + 16 if self.X_TYPE == 1 else 0
         slot = self.rows * (128 + 4 * stage_blocks) + 512 * self.COLUMNS + unscale
         pieces = 4 * self.RANKS // self.CLUSTER
         sums = self.rows * self.COLUMNS * 4 * ((pieces if pieces <= 2 else pieces // 4) + self.UNIT_GROUPS - 1)
-        return TABLE_BYTES + self.STAGES * slot + sums + 1024 * (self.SCALE_KIND == 1) + 16 * (self.STAGES + 1)
+        base = TABLE_BYTES + self.STAGES * slot + sums + 1024 * (self.SCALE_KIND == 1) + 16 * (self.STAGES + 1)
+        if not self.ADAPTERS:
+            return base
+        return base + adapters_expand.shared_bytes(self.rows, self.COLUMNS // self.CLUSTER, 1 if self.SCALE_SIDE else 3)
 
 
 class _Maps(ctypes.Structure):
@@ -253,13 +256,21 @@ def bind(
     settings = variant if isinstance(variant, tuple) else None
     config = configure(weight.format, dtype, m, n, k, multiprocessors, side, settings)
     if variant == IMAGE_STEM:
-        return launch_image(config, k, device, multiprocessors)
-    return launch(weight, replace(config, ADAPTERS=int(adapters)), device, multiprocessors)
+        return launch_image(config, k, device, multiprocessors, beside=adapters)
+    return launch(weight, with_adapters(config) if adapters else config, device, multiprocessors)
 
 
-def launch_image(config: Config, k: int, device: int, multiprocessors: int) -> Launch:
-    """The kernel that lays x out."""
-    macros = {name: getattr(config, name) for name in ("COLUMNS", "BLOCK", "X_TYPE", "OVERLAP")}
+def with_adapters(config: Config) -> Config:
+    """The configuration with adapters, for whose part the ring makes room."""
+    config = replace(config, ADAPTERS=1)
+    while config.shared_bytes > ROOM:
+        config = replace(config, STAGES=config.STAGES - 1)
+    return config
+
+
+def launch_image(config: Config, k: int, device: int, multiprocessors: int, beside: bool = False) -> Launch:
+    """The kernel that lays x out; beside: while the launch before, of adapters_shrink, is at work."""
+    macros = image_macros(config, beside)
     return Launch(
         nvrtc.load(IMAGE_STEM, ARCH, macros, device, 0),
         (_Problem(k=k),),
@@ -271,6 +282,12 @@ def launch_image(config: Config, k: int, device: int, multiprocessors: int) -> L
         rows=config.COLUMNS,
         name=f"{IMAGE_STEM} {macros}",
     )
+
+
+def image_macros(config: Config, beside: bool) -> dict[str, int]:
+    """Those of the kernel that lays x out."""
+    macros = {name: getattr(config, name) for name in ("COLUMNS", "BLOCK", "X_TYPE", "OVERLAP")}
+    return {**macros, "BESIDE": int(beside)}
 
 
 def launch(weight: PackedWeight, config: Config, device: int, multiprocessors: int) -> Launch:
@@ -366,15 +383,20 @@ def _launch(
     out: Tensor,
     settings: Settings | None,
 ) -> None:
+    beside = expand is not None and expand.fresh
     if (x.data_ptr() | x.stride(0) * x.element_size()) % codebook.ALIGNMENT or x.stride(1) != 1:
-        x = x.clone(memory_format=torch.contiguous_format)
+        x, beside = x.clone(memory_format=torch.contiguous_format), False
     stream = launcher.stream()
     early = launcher.settled(stream)
     for first in range(0, x.shape[0], CHUNK):
         rows = slice(first, min(x.shape[0], first + CHUNK))
         these = part(x, rows)
         image = image_for(these)
-        launcher.get(bind, weight, x.dtype, these.shape[0], IMAGE_STEM)(these, None, image, stream, True)
+        if beside and first == 0:
+            lay_out = launcher.get(_bind_with_adapters, weight, x.dtype, these.shape[0], ("adapters", IMAGE_STEM))
+        else:
+            lay_out = launcher.get(bind, weight, x.dtype, these.shape[0], IMAGE_STEM)
+        lay_out(these, None, image, stream, True)
         fields = None
         if expand is None:
             multiply = launcher.get(bind, weight, x.dtype, these.shape[0], settings)

@@ -38,7 +38,8 @@ class Expand:
 
     shrunk: fp32 [M, width], each row's A x. b: flat; a slot's B is [N, stride] from element first * N on. table: int32
     [slots, 4]: the slot's first column of `shrunk`, rank, first, stride. scalings: fp32 [slots]. index: int32 [M], each
-    row's slot, -1 for none; None where all rows take slot 0.
+    row's slot, -1 for none; None where all rows take slot 0. fresh: whether the launch right before on this stream is
+    `adapters_shrink`'s that writes `shrunk`.
     """
 
     shrunk: Tensor
@@ -46,6 +47,7 @@ class Expand:
     table: Tensor
     scalings: Tensor
     index: Tensor | None
+    fresh: bool = False
 
 
 Settings = tuple[tuple[str, int], ...]  # names and values of what tuning may choose of a kernel, in the names' order

@@ -1,29 +1,34 @@
 // h[M, width] = A x in fp32, each row of x with the rows of A that its slot spans: the first of an adapter's two multiplies.
 //
-// A cluster of CLUSTER blocks takes an item after another: 16 rows of A of one slot, and all rows of x (of a chunk of 64) that
-// have this slot, so that A is read once for each adapter that is present. Its warps share K, 32 elements at a time by turns;
-// their sums are added in shared memory, first a block's warps, then the cluster's blocks, in the order of their numbers. So a
-// row's bits depend on K alone. Which slots there are, each warp reads from the index: nothing of it is known at launch.
+// A cluster of CLUSTER blocks takes an item after another: RANKS rows of A of one slot, and all rows of x (of a chunk of 64) that
+// have this slot, so that A is read once for each adapter that is present. Its warps share K, 32 elements at a time by turns, and
+// send their sums to the block that owns the rank, where a warp adds them, a lane a part, always as the same tree. So a row's bits
+// depend on K alone. Which slots there are, each warp reads from the index: nothing of it is known at launch.
 //
-//   16 ranks x 32 k of A, 8 bytes or more a lane --\
-//   8 rows of x x 32 k, likewise ------------------ + 2 mma --> fp32 sums, 16 ranks x 8 rows
+// Blocks are so small that they fit beside those of the base kernels: they wait there for the kernel before, and the next one's
+// blocks need not wait until they have left.
+//
+//   8 or 16 ranks x 32 k of A, 16 bytes or two of them a lane --\
+//   8 rows of x x 32 k, likewise ------------------------------- + 2 mma --> fp32 sums, ranks x 8 rows
 //
 // A lane's 8 elements of a row are those of two multiplies: k is in another order there, in A and x alike.
 //
 // Macros, set by adapters_shrink.py:
 //   X_TYPE, A_TYPE  0 fp16, 1 bf16, 2 fp32; tensor cores multiply where both are the same 16-bit type
 //   GROUPS          groups of 8 rows of x that are multiplied at once: 1, 2 or 4
-//   CLUSTER         blocks that share K                WIDE     whether rows of x and A lie at multiples of 16 bytes
+//   RANKS           of an item: 16, or 8 for more clusters to share a long K
+//   CLUSTER, WARPS  blocks that share K, warps of each WIDE     whether rows of x and A lie at multiples of 16 bytes
 //   OVERLAP         starts before the previous kernel has ended
+//   LATE            the next kernel starts only after that, and so may read x without waiting for this one
 
 #define SPLIT CLUSTER
-#define WARPS 16
+#define PARTS (CLUSTER * WARPS)       // of K
 #define THREADS (32 * WARPS)
-#define RANKS 16                      // of an item
 #define ROWS (8 * GROUPS)             // of x, at once
 #define CHUNK 64                      // rows of x whose slots are compared
-#define OUTPUTS (RANKS * ROWS)
-#define BATCH (GROUPS == 4 ? 2 : 4)   // of 32 k, whose loads are on their way together
+#define OWNED ((RANKS + CLUSTER - 1) / CLUSTER)    // ranks of a block, at most
+#define BATCH (GROUPS == 4 ? 3 : RANKS == 16 ? 5 : GROUPS == 2 ? 6 : 8)    // of 32 k, whose loads are on their way together
+static_assert(PARTS <= 32, "a lane adds a part");
 #define TENSOR (X_TYPE == A_TYPE && X_TYPE != 2)
 
 #include "codebook_types.cuh"
@@ -85,7 +90,8 @@ struct Slots {
 
     METHOD int slot(const Problem& p, int row, int rows, int row0) const {
         if (row >= rows) return -2;
-        const int found = p.index ? p.index[row0 + row] : 0;
+        int found = 0;
+        if (p.index) asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(found) : "l"(p.index + row0 + row));
         return (u32)found < (u32)p.slots ? found : -1;
     }
     // Whether no lane before has this slot; all lanes ask.
@@ -107,25 +113,109 @@ struct Slots {
         const int value = row < 32 ? low : high;
         return __shfl_sync(~0u, value, row & 31);
     }
+    METHOD int slot_of(int number) const {    // of those that there are
+        u64 left = leaders;
+        for (int i = 0; i < number; ++i) left &= left - 1;
+        return of(__ffsll(left) - 1);
+    }
     METHOD u64 members(int slot) const { return __ballot_sync(~0u, low == slot) | (u64)__ballot_sync(~0u, high == slot) << 32; }
 };
 
-// A warp's part of K: sums[rank][row], of `count` rows of x whose numbers are in `rows`, and `ranks` rows of A from `first` on.
+DEVICE int2 span_of(const Problem& p, int slot) {
+    int2 span = make_int2(0, 0);
+    if (slot >= 0) asm volatile("ld.global.cg.v2.s32 {%0, %1}, [%2];" : "=r"(span.x), "=r"(span.y) : "l"(p.spans + slot));
+    return span;
+}
+
+// The first of a slot's rows of A that are of a tile of ranks, and how many there are.
+DEVICE int2 rows_of_a(const Problem& p, int2 span, int tile) {
+    const bool inside = span.x >= 0 && span.y >= 0 && span.y <= p.a_rows - span.x;
+    return make_int2(span.x + RANKS * tile, inside ? max(0, min(RANKS, span.y - RANKS * tile)) : 0);
+}
+
+// Sends for a part of the rows of A that this cluster takes, while the kernel before is still at work; returns the first one's slot.
+// That kernel may be writing the index or the spans: then the wrong rows come, and nothing else happens.
+DEVICE int prefetch(const Problem& p, int row0, int tiles, int first, int part) {
+    const int lane = threadIdx.x & 31, size = A_TYPE == 2 ? 4 : 2;
+    const Slots slots(p, row0);
+    const int items = __popcll(slots.leaders) * tiles;
+#pragma unroll 1
+    for (int item = first; item < items; item += p.clusters) {
+        const int2 rows = rows_of_a(p, span_of(p, slots.slot_of(item / tiles)), item % tiles);
+        const char* begin = (const char*)p.a + (long long)rows.x * p.k * size;
+        const long long bytes = (long long)rows.y * p.k * size;
+#pragma unroll 1
+        for (long long at = (part * 32 + lane) * 128; at < bytes; at += PARTS * 32 * 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(begin + at));
+    }
+    return first < items ? slots.slot_of(first / tiles) : -1;
+}
+
+// Sums of parts, on their way from all of the cluster's warps to the blocks that own their ranks: [rank][row][part]. There are two
+// places by turns: who sends to one again has received what others sent to the other, so they have read this one.
+struct Inbox {
+    u32 sums, barrier;    // of this block
+    u32 turn;
+
+    METHOD Inbox(u32 sums, u32 barrier) : sums(sums), barrier(barrier), turn(0) {
+        if (threadIdx.x == 0) {
+            barrier_init(barrier, PARTS);
+            barriers_visible();
+        }
+        __syncthreads();
+        cluster_arrive();
+    }
+    METHOD u32 place(int rank, int row) const { return sums + ((turn & 1) * OWNED * ROWS + rank / CLUSTER * ROWS + row) * PARTS * 4; }
+    METHOD void send(int rank, int row, int part, float value) const {
+        const u32 to = place(rank, row) + part * 4;
+#if CLUSTER > 1
+        asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(at_rank(to, rank % CLUSTER)), "f"(value) : "memory");
+#else
+        sts32(to, __float_as_uint(value));
+#endif
+    }
+    METHOD void ready() const {    // before the first is sent
+        if (turn == 0) cluster_wait();
+    }
+    METHOD void sent() const {    // by all lanes of a warp, once for each turn
+        __syncwarp();
+#if CLUSTER > 1
+        if ((threadIdx.x & 31) < CLUSTER) remote_arrive(at_rank(barrier, threadIdx.x & 31));
+#else
+        if ((threadIdx.x & 31) == 0) barrier_arrive(barrier);
+#endif
+    }
+    METHOD void wait() const {
+#if CLUSTER > 1
+        cluster_barrier_wait(barrier, turn & 1);
+#else
+        barrier_wait(barrier, turn & 1);
+#endif
+    }
+    METHOD float sum(int rank, int row) const {    // by all lanes, which all get it
+        const int lane = threadIdx.x & 31;
+        float sum = lane < PARTS ? __uint_as_float(lds32(place(rank, row) + lane * 4)) : 0.f;
+#pragma unroll
+        for (int other = 16; other > 0; other /= 2) sum += __shfl_xor_sync(~0u, sum, other);
+        return sum;
+    }
+};
+
+// A warp's part of K, sent: sums of `count` rows of x whose numbers are in `rows`, and `ranks` rows of A from `first` on.
 #if TENSOR
-DEVICE void multiply(const Problem& p, int row0, const int* rows, int count, int first, int ranks, int part, int parts, float* sums) {
+DEVICE void multiply(const Problem& p, int row0, const int* rows, int count, int first, int ranks, int part, const Inbox& inbox) {
     const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
     long long x_row[GROUPS];
 #pragma unroll
     for (int j = 0; j < GROUPS; ++j) x_row[j] = 8 * j + g < count ? (row0 + rows[8 * j + g]) * p.x_stride : -1;
     float acc[GROUPS][4] = {};
 #pragma unroll 1
-    for (int c = part; 32 * c < p.k; c += BATCH * parts) {
-        u32 a[BATCH][2][4], x[BATCH][GROUPS][4];
+    for (int c = part; 32 * c < p.k; c += BATCH * PARTS) {
+        u32 a[BATCH][2][4] = {}, x[BATCH][GROUPS][4];
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) {
-            const int at = 32 * (c + b * parts) + 8 * q;
+            const int at = 32 * (c + b * PARTS) + 8 * q;
 #pragma unroll
-            for (int h = 0; h < 2; ++h) eight(p.a, (long long)(first + g + 8 * h) * p.k, at, p.k, g + 8 * h < ranks && at < p.k, a[b][h]);
+            for (int h = 0; h < RANKS / 8; ++h) eight(p.a, (long long)(first + g + 8 * h) * p.k, at, p.k, g + 8 * h < ranks && at < p.k, a[b][h]);
 #pragma unroll
             for (int j = 0; j < GROUPS; ++j) eight(p.x, x_row[j], at, p.k, x_row[j] >= 0 && at < p.k, x[b][j]);
         }
@@ -136,19 +226,21 @@ DEVICE void multiply(const Problem& p, int row0, const int* rows, int count, int
 #pragma unroll
                 for (int j = 0; j < GROUPS; ++j) mma(acc[j], a[b][0][half], a[b][1][half], a[b][0][half + 1], a[b][1][half + 1], x[b][j][half], x[b][j][half + 1]);
     }
+    inbox.ready();
 #pragma unroll
     for (int j = 0; j < GROUPS; ++j)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) sums[(g + 8 * (i >> 1)) * ROWS + 8 * j + 2 * q + (i & 1)] = acc[j][i];
+        for (int i = 0; i < RANKS / 4; ++i) inbox.send(g + 8 * (i >> 1), 8 * j + 2 * q + (i & 1), part, acc[j][i]);
 }
 #else
-DEVICE void multiply(const Problem& p, int row0, const int* rows, int count, int first, int ranks, int part, int parts, float* sums) {
+DEVICE void multiply(const Problem& p, int row0, const int* rows, int count, int first, int ranks, int part, const Inbox& inbox) {
     const int lane = threadIdx.x & 31;
+    inbox.ready();
 #pragma unroll 1
     for (int row = 0; row < count; ++row) {
         float acc[RANKS] = {};
 #pragma unroll 1
-        for (int k = 32 * part + lane; k < p.k; k += 32 * parts) {
+        for (int k = 32 * part + lane; k < p.k; k += 32 * PARTS) {
             const float x = number<X_TYPE>(p.x, (row0 + rows[row]) * p.x_stride + k);
 #pragma unroll
             for (int r = 0; r < RANKS; ++r)
@@ -158,52 +250,39 @@ DEVICE void multiply(const Problem& p, int row0, const int* rows, int count, int
         for (int r = 0; r < RANKS; ++r) {
 #pragma unroll
             for (int other = 16; other > 0; other /= 2) acc[r] += __shfl_xor_sync(~0u, acc[r], other);
-            if (lane == 0) sums[r * ROWS + row] = acc[r];
+            if (lane == 0) inbox.send(r, row, part, acc[r]);
         }
     }
 }
 #endif
 
-DEVICE float remote_sum(u32 address, int block) {
-    float value;
-#if CLUSTER > 1
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(at_rank(address, block)) : "memory");
-#else
-    value = __uint_as_float(lds32(address));
-#endif
-    return value;
-}
-
-DEVICE void cluster_sync() {
-    if (CLUSTER == 1) __syncthreads();
-    __syncwarp();
-    cluster_arrive();
-    cluster_wait();
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, (GROUPS == 1 ? 512 : 384) / THREADS)
 #if CLUSTER > 1
 __cluster_dims__(CLUSTER, 1, 1)
 #endif
 adapters_shrink(const __grid_constant__ Problem p) {
-    __shared__ float sums[WARPS][OUTPUTS];
-    __shared__ float total[OUTPUTS];
+    __shared__ float sums[2][OWNED * ROWS][PARTS];
+    __shared__ u64 barrier;
     __shared__ int list[CHUNK];
-    next_kernel_may_start();
-    previous_kernel_done();
-    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, block = blockIdx.x % CLUSTER, cluster = blockIdx.x / CLUSTER;
+    if (!LATE) next_kernel_may_start();
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, block = blockIdx.x % CLUSTER, cluster = blockIdx.x / CLUSTER, part = block * WARPS + warp;
     const int row0 = cluster / p.clusters * CHUNK, tiles = (p.width + RANKS - 1) / RANKS;
+    Inbox inbox(shared_address(sums), shared_address(&barrier));
+    int likely = -1;    // the first slot, as the index says before the kernel before has ended
+#if OVERLAP
+    likely = prefetch(p, row0, tiles, cluster % p.clusters, part);
+#endif
+    previous_kernel_done();
+    if (LATE) next_kernel_may_start();
+    const int2 its_span = span_of(p, likely);
     const Slots slots(p, row0);
     const int items = __popcll(slots.leaders) * tiles;
 #pragma unroll 1
     for (int item = cluster % p.clusters; item < items; item += p.clusters) {
-        u64 left = slots.leaders;
-        for (int i = 0; i < item / tiles; ++i) left &= left - 1;
-        const int slot = slots.of(__ffsll(left) - 1), tile = item % tiles;
+        const int slot = slots.slot_of(item / tiles), tile = item % tiles;
         const u64 members = slots.members(slot);
-        const int2 span = slot < 0 ? make_int2(0, 0) : p.spans[slot];
-        const bool inside = span.x >= 0 && span.y >= 0 && span.y <= p.a_rows - span.x;
-        const int first = span.x + RANKS * tile, ranks = inside ? min(RANKS, span.y - RANKS * tile) : 0, count = __popcll(members);
+        const int2 rows = rows_of_a(p, slot == likely ? its_span : span_of(p, slot), tile);
+        const int first = rows.x, ranks = rows.y, count = __popcll(members);
         if (warp == 0)
             for (int row = lane; row < CHUNK; row += 32)
                 if (members >> row & 1) list[__popcll(members & ((1ull << row) - 1))] = row;
@@ -212,29 +291,20 @@ adapters_shrink(const __grid_constant__ Problem p) {
         for (int begin = 0; begin < count; begin += ROWS) {
             const int now = min(ROWS, count - begin);
             if (ranks > 0) {
-                multiply(p, row0, list + begin, now, first, ranks, block * WARPS + warp, CLUSTER * WARPS, sums[warp]);
-                __syncthreads();
-                for (int i = thread; i < OUTPUTS; i += THREADS) {
-                    float sum = sums[0][i];
-#pragma unroll
-                    for (int w = 1; w < WARPS; ++w) sum += sums[w][i];
-                    total[i] = sum;
-                }
-                cluster_sync();
+                multiply(p, row0, list + begin, now, first, ranks, part, inbox);
+                inbox.sent();
+                inbox.wait();
             }
-            for (int i = block * (OUTPUTS / CLUSTER) + thread; i < (block + 1) * (OUTPUTS / CLUSTER); i += THREADS) {
-                const int column = RANKS * tile + i % RANKS, at = i % RANKS * ROWS + i / RANKS, row = i / RANKS;
-                if (row >= now || column >= p.width) continue;
-                float sum = 0.f;
-                if (i % RANKS < ranks) {
-                    sum = remote_sum(shared_address(total + at), 0);
-#pragma unroll
-                    for (int b = 1; b < CLUSTER; ++b) sum += remote_sum(shared_address(total + at), b);
-                }
-                p.out[(long long)(row0 + list[begin + row]) * p.width + column] = sum;
+#pragma unroll 4
+            for (int i = warp; i < OWNED * ROWS; i += WARPS) {    // a warp takes some outputs
+                const int rank = i / ROWS * CLUSTER + block, row = i % ROWS, column = RANKS * tile + rank;
+                if (rank >= RANKS || row >= now || column >= p.width) continue;
+                const float sum = rank < ranks ? inbox.sum(rank, row) : 0.f;
+                if (lane == 0) p.out[(long long)(row0 + list[begin + row]) * p.width + column] = sum;
             }
-            if (ranks > 0) cluster_sync();    // all have read
+            inbox.turn += ranks > 0;
         }
-        __syncthreads();    // and the list
+        __syncthreads();    // all have read the list
     }
+    inbox.ready();
 }

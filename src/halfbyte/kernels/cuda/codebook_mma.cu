@@ -74,13 +74,18 @@
 #define BARRIERS_AT (MAP256_AT + (SCALE_KIND == 1 ? 1024 : 0))
 #define SLOT_FULL(slot) (16 * (slot))            // from BARRIERS_AT; "empty" is 8 further
 #define INBOX_FULL (16 * STAGES)
+#define ADDED_AT (BARRIERS_AT + 16 * (STAGES + 2))    // what adapters add to a pass's outputs; its barriers follow the inbox's
+#define ADDED_FULL (16 * STAGES + 16)
+#define EXPAND_COLUMNS (GROUPS * X_ROWS)
+#define EXPAND_ROWS ROWS
+#define EXPAND_WARPS 1
 
 #define ROUNDS (STAGES / TEAMS)                  // of all teams' slots
 // A barrier tells odd turns of a slot from even ones alone, so each slot must always serve the same team.
 static_assert(STAGES % TEAMS == 0, "the ring holds whole rounds of teams");
 
 #include "codebook_types.cuh"
-#include "adapters_expand.cuh"
+#include "adapters_types.cuh"
 
 struct Maps {    // for bulk copies: of a pass of TILES tiles, of one of LAST, of one of LAST - 1
     TensorMap codes[3], scales[3];
@@ -105,6 +110,9 @@ struct Problem {
 #include "codebook_scales.cuh"
 #include "codebook_mma_copies.cuh"
 #include "codebook_mma_x.cuh"
+#if ADAPTERS
+#include "adapters_expand.cuh"
+#endif
 #include "codebook_mma_sums.cuh"
 
 // ---- the warps' work
@@ -275,6 +283,24 @@ DEVICE void bring_scales(const Scales& scales, const Problem& p, u32 base, int s
 }
 #endif
 
+#if ADAPTERS
+// The adapters' warp: pass after pass, what they add. Not inlined, as it would cost the main loop registers.
+static __device__ __noinline__ void bring_adapters(const Problem& p, u32 base) {
+    const Share share = share_of(p);
+    const u32 added = base + ADDED_AT, full = base + BARRIERS_AT + ADDED_FULL;
+    const int items = list_items(p.expand, 0, p.m, added + EXPAND_ITEMS_AT);
+    __syncwarp();
+    prefetch_items(p.expand, added + EXPAND_ITEMS_AT, items, 0, share.slab, 16 * share.tiles, p.n);
+#pragma unroll 1
+    for (int pass = 0; pass < share.passes; ++pass) {
+        if (pass > 0) barrier_wait_long(full + 8, (pass - 1) & 1);
+        expand(p.expand, added, items, 0, 0, share.slab + pass * ROWS, min(TILES, share.tiles - pass * TILES), p.n);
+        __syncwarp();
+        if ((this_thread() & 31) == 0) barrier_arrive(full);
+    }
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #if SPLIT > 1
 __cluster_dims__(SPLIT, 1, 1)
@@ -297,6 +323,10 @@ codebook_mma(const __grid_constant__ Maps maps, const __grid_constant__ Codebook
             }
             barrier_init(barriers + INBOX_FULL, 32 * WARPS * (SPLIT - 1) + (SPLIT == 1));
             barrier_init(barriers + INBOX_FULL + 8, 32 * WARPS);
+#if ADAPTERS
+            barrier_init(barriers + ADDED_FULL, 1);
+            barrier_init(barriers + ADDED_FULL + 8, WARPS);
+#endif
             barriers_visible();
         }
         __syncwarp();
@@ -318,9 +348,8 @@ codebook_mma(const __grid_constant__ Maps maps, const __grid_constant__ Codebook
     }
 #if ADAPTERS
     if (warp == SIDE_WARP + SIDES) {
-        previous_kernel_done();    // the index is read
-        const Share share = share_of(p);
-        if (share.rank == 0) prefetch_rows(p.expand, p.m, share.slab, 16 * share.tiles, p.n);
+        previous_kernel_done();    // the index and h are read
+        if (share_of(p).rank == 0) bring_adapters(p, base);
         __syncwarp();
         cluster_wait();
         return;

@@ -152,16 +152,24 @@ DEVICE void reduce_and_store(const Problem& p, u32 base, int pass, float inverse
         if (!last) remote_arrive(at_rank(inbox_free, peer + 1));
     }
 #endif
+#if ADAPTERS
+    const u32 added_full = base + BARRIERS_AT + ADDED_FULL;
+    barrier_wait(added_full, pass & 1);
+#endif
 #pragma unroll
     for (int j = 0; j < GROUPS; ++j)
 #pragma unroll
         for (int o = 0; o < owned; ++o) {
             const int i = thread + threads * o, row = share.slab + pass * ROWS + i % (16 * T), column = 8 * j + i / (16 * T);
             if (i >= group_outputs || row >= p.n || column >= p.m) continue;
-            float added[1] = {-0.f};
+            float added = -0.f;
 #if ADAPTERS
-            expand_rows(p.expand, column, 1, p.m, row, p.n, added);
+            added = added_to(base + ADDED_AT, column, i % (16 * T));
 #endif
-            store(p, column, row, total[j][o], inverse, added[0]);
+            store(p, column, row, total[j][o], inverse, added);
         }
+#if ADAPTERS
+    __syncwarp();
+    if ((thread & 31) == 0) barrier_arrive(added_full + 8);
+#endif
 }

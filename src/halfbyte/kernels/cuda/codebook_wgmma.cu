@@ -63,12 +63,19 @@
 #define SLOT_FULL(slot) (16 * (slot))            // from BARRIERS_AT; "empty" is 8 further
 #define SUMS_FULL (16 * STAGES)                  // the cluster's sums are there; "free" is 8 further: they were read
 
+#define ADDED_AT (BARRIERS_AT + 16 * (STAGES + 2))    // what adapters add to a tile's outputs; its barriers follow the sums'
+#define ADDED_FULL (16 * STAGES + 16)
+#define EXPAND_COLUMNS (COLUMNS / CLUSTER)
+#define EXPAND_ROWS ROWS
+#define EXPAND_WARPS (SCALE_SIDE ? 1 : 3)        // the copying warpgroup's last
+
 // barriers of threads: 1 all consumers; then for each row group, what was passed is there, and was read
 #define PASSED(group) (2 + (group))
 #define TAKEN(group) (2 + ROW_GROUPS + (group))
+#define LISTED 15    // who takes which adapter
 
 #include "codebook_types.cuh"
-#include "adapters_expand.cuh"
+#include "adapters_types.cuh"
 
 struct Maps {
     TensorMap codes, scales;
@@ -89,49 +96,15 @@ struct Problem {
 #include "codebook_numbers.cuh"
 #include "codebook_decode.cuh"
 #include "codebook_scales.cuh"
+#include "codebook_wgmma.cuh"
+#if ADAPTERS
+#include "adapters_expand.cuh"
+#endif
 
 // ---- single instructions
 
-DEVICE void bulk_copy(const void* from, u32 to, u32 bytes, u32 full) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 ::"r"(to), "l"(from), "r"(bytes), "r"(full) : "memory");
-}
-
 DEVICE void threads_sync(int barrier, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
 DEVICE void threads_arrive(int barrier, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
-
-DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int LEFT>
-DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory"); }
-
-// Rows of x in shared memory, 128 bytes each, as wgmma describes them: chunks of 16 bytes swizzled by row, 8 rows in 1024 bytes.
-// These are the lower 32 bits; the others are always the same.
-DEVICE u32 descriptor(u32 address) { return address >> 4 & 0x3FFF | 1 << 16; }
-#define WHOLE_DESCRIPTOR(low) ".reg .b64 b; mov.b64 b, {" low ", 0x40000040};\n"
-
-// d = a * b, or d += a * b: 64 rows of W, COLUMNS rows of x, 16 k.
-#define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define A_AND_B "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(more)
-DEVICE void wgmma(float (&d)[SUMS], const u32 (&a)[4], u32 b, int more) {
-#if COLUMNS == 16
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %13, 0;\n" WHOLE_DESCRIPTOR("%12")
-                 "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, b, p, 1, 1, 0; }"
-                 : D4(0), D4(4) : A_AND_B);
-#elif COLUMNS == 32
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %21, 0;\n" WHOLE_DESCRIPTOR("%20")
-                 "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-                 "{%16, %17, %18, %19}, b, p, 1, 1, 0; }"
-                 : D4(0), D4(4), D4(8), D4(12) : A_AND_B);
-#elif COLUMNS == 64
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %37, 0;\n" WHOLE_DESCRIPTOR("%36")
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, b, p, 1, 1, 0; }"
-                 : D4(0), D4(4), D4(8), D4(12), D4(16), D4(20), D4(24), D4(28) : A_AND_B);
-#else
-#error "COLUMNS is 16, 32 or 64"
-#endif
-}
 
 // ---- what a block has to do
 
@@ -412,40 +385,28 @@ DEVICE float sum_of(u32 base, int block, int entry, u32 offset) {
     return value;
 }
 
-// Adds the sums of all pieces of K, which lie with the cluster's blocks, and writes a block's share of a tile's outputs: a
-// thread those of one row of W, for some rows of x at a time, so that what adapters add to them is on its way together.
+// Adds the sums of all pieces of K, which lie with the cluster's blocks, and writes a block's share of a tile's outputs.
 DEVICE void finish(const Problem& p, u32 base, int tile, int rank, int thread, float inverse) {
-    constexpr int outputs = ROWS * COLUMNS / CLUSTER, each = CLUSTER * ENTRIES / RANKS, most = (outputs + CONSUMERS - 1) / CONSUMERS, some = !ADAPTERS ? 1 : most < 4 ? most : 4;
-    static_assert(CONSUMERS % ROWS == 0, "a thread's outputs are of one row of W");
-    const int begin = rank * outputs + thread, end = (rank + 1) * outputs;
-#if ADAPTERS
-    previous_kernel_done();    // h is read
-#endif
-#pragma unroll(ADAPTERS ? 1 : 4)
-    for (int first = begin; first < end; first += some * CONSUMERS) {
-        const int row = first % ROWS, n = tile * ROWS + row;
-        if (n >= p.n) continue;
-        float added[some] = {-0.f};
-#if ADAPTERS
-        expand_rows(p.expand, first / ROWS, CONSUMERS / ROWS, p.m, n, p.n, added);
-#endif
+    constexpr int outputs = ROWS * COLUMNS / CLUSTER, each = CLUSTER * ENTRIES / RANKS;
+#pragma unroll 4
+    for (int i = rank * outputs + thread; i < (rank + 1) * outputs; i += CONSUMERS) {
+        const int row = i % ROWS, column = i / ROWS, n = tile * ROWS + row;
+        if (n >= p.n || column >= p.m) continue;
+        const int in8 = row & 7, g = in8 & 1 ? (in8 + 7) / 2 : in8 / 2;    // row_of(g) == in8
+        const int lane_of = (row >> 4 & 3) * 32 + g * 4 + (column >> 1 & 3), index = column / 8 * 4 + (row >> 3 & 1) * 2 + (column & 1);
+        const u32 offset = sum_at(0, row / 64, index, lane_of);
+        float total = 0.f, added = -0.f;
 #pragma unroll
-        for (int b = 0; b < some; ++b) {
-            const int i = first + b * CONSUMERS, column = i / ROWS;
-            if (i >= end || column >= p.m) continue;
-            const int in8 = row & 7, g = in8 & 1 ? (in8 + 7) / 2 : in8 / 2;    // row_of(g) == in8
-            const int lane_of = (row >> 4 & 3) * 32 + g * 4 + (column >> 1 & 3), index = column / 8 * 4 + (row >> 3 & 1) * 2 + (column & 1);
-            const u32 offset = sum_at(0, row / 64, index, lane_of);
-            float total = 0.f;
+        for (int s = 0; s < RANKS; ++s) {
+            float of_rank = 0.f;
 #pragma unroll
-            for (int s = 0; s < RANKS; ++s) {
-                float of_rank = 0.f;
-#pragma unroll
-                for (int e = 0; e < each; ++e) of_rank += sum_of(base, (s * each + e) / ENTRIES, (s * each + e) % ENTRIES, offset);
-                total = s == 0 ? of_rank : total + of_rank;
-            }
-            store(p, column, n, total, inverse, added[b]);
+            for (int e = 0; e < each; ++e) of_rank += sum_of(base, (s * each + e) / ENTRIES, (s * each + e) % ENTRIES, offset);
+            total = s == 0 ? of_rank : total + of_rank;
         }
+#if ADAPTERS
+        added = added_to(base + ADDED_AT, column - rank * EXPAND_COLUMNS, row);
+#endif
+        store(p, column, n, total, inverse, added);
     }
 }
 
@@ -487,14 +448,40 @@ DEVICE void multiply(const Problem& p, u32 base, float inverse) {
         if (thread < CLUSTER) remote_arrive(at_rank(sums_full, thread));
         cluster_barrier_wait(sums_full, round & 1);
 #endif
+#if ADAPTERS
+        barrier_wait(barriers + ADDED_FULL, round & 1);
+#endif
         finish(p, base, tile_of(round), this_block() % CLUSTER, thread, inverse);
         threads_sync(1, CONSUMERS);
+#if ADAPTERS
+        if (thread == 0) barrier_arrive(barriers + ADDED_FULL + 8);
+#endif
 #if CLUSTER > 1
         if (thread < CLUSTER) remote_arrive(at_rank(sums_free, thread));
         if (tile_of(round + 1) * ROWS >= p.n) cluster_barrier_wait(sums_free, round & 1);    // others read here
 #endif
     }
 }
+
+#if ADAPTERS
+// The adapters' warps: tile after tile, what they add to the block's share of its outputs.
+DEVICE void bring_adapters(const Problem& p, u32 base, int tile, int rank, int warp) {
+    const u32 added = base + ADDED_AT, full = base + BARRIERS_AT + ADDED_FULL;
+    const int m0 = rank * EXPAND_COLUMNS;
+    previous_kernel_done();    // the index and h are read
+    const int items = list_items(p.expand, m0, p.m, added + EXPAND_ITEMS_AT);    // all the same
+    threads_sync(LISTED, 32 * EXPAND_WARPS);
+    for (int ahead = tile; ahead * ROWS < p.n; ahead += gridDim.x / CLUSTER)
+        prefetch_items(p.expand, added + EXPAND_ITEMS_AT, items, warp, ahead * ROWS, ROWS, p.n);
+#pragma unroll 1
+    for (u32 round = 0; tile * ROWS < p.n; ++round, tile += gridDim.x / CLUSTER) {
+        if (round > 0) barrier_wait_long(full + 8, (round - 1) & 1);
+        expand(p.expand, added, items, warp, m0, tile * ROWS, ROWS / 16, p.n);
+        __syncwarp();
+        if ((this_thread() & 31) == 0) barrier_arrive(full);
+    }
+}
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if CLUSTER > 1
@@ -517,6 +504,10 @@ codebook_wgmma(const __grid_constant__ Maps maps, const __grid_constant__ Codebo
             }
             barrier_init(barriers + SUMS_FULL, CLUSTER);
             barrier_init(barriers + SUMS_FULL + 8, CLUSTER);
+#if ADAPTERS
+            barrier_init(barriers + ADDED_FULL, EXPAND_WARPS);
+            barrier_init(barriers + ADDED_FULL + 8, 1);
+#endif
             barriers_visible();
         }
         __syncwarp();
@@ -544,9 +535,8 @@ codebook_wgmma(const __grid_constant__ Maps maps, const __grid_constant__ Codebo
             bring_scales(scales, p, base, tile, rank);
 #endif
 #if ADAPTERS
-        if (warp == WARPS + SIDE_WARPS + 1 && rank == 0) {
-            previous_kernel_done();    // the index is read
-            for (int ahead = tile; ahead * ROWS < p.n; ahead += gridDim.x / CLUSTER) prefetch_rows(p.expand, p.m, ahead * ROWS, ROWS, p.n);
+        if (warp >= THREADS / 32 - EXPAND_WARPS) {
+            bring_adapters(p, base, tile, rank, warp - (THREADS / 32 - EXPAND_WARPS));
             __syncwarp();
         }
 #endif

@@ -6,7 +6,8 @@
 // Its blocks are so small that they fit beside those of codebook_wgmma.cu: they wait there for the kernel before, and the
 // weights that are multiplied next are already being fetched while x is laid out.
 //
-// Macros: COLUMNS, BLOCK, X_TYPE, OVERLAP as there.
+// Macros: COLUMNS, BLOCK, X_TYPE, OVERLAP as there. BESIDE: it runs beside adapters_shrink.cu, the kernel right before, whose
+// blocks let it start only when the kernels before them have ended: so x is there, and nobody reads the image's memory any more.
 
 #define UNIT 64
 #define X_BYTES 2
@@ -29,7 +30,9 @@ struct Problem {
 // A block takes a unit after another, eight lanes a row of it, 16 bytes each.
 extern "C" __global__ void __launch_bounds__(64) codebook_wgmma_x(const __grid_constant__ Problem p) {
     next_kernel_may_start();
+#if !BESIDE
     previous_kernel_done();
+#endif
     const int stages = (p.k / UNIT + 3) / 4, part = threadIdx.x & 7;
     float* const undos = (float*)((u8*)p.out + (u64)stages * COLUMNS * 512);
     // k = 16 q + 4 step + 2 high (+ 1), or within a block of 32: 32 half + 8 q + 4 (step & 1) + 2 high
@@ -70,4 +73,7 @@ extern "C" __global__ void __launch_bounds__(64) codebook_wgmma_x(const __grid_c
         if (threadIdx.x == 0) *(int*)(undo + COLUMNS * 4 + unit % 4) = scaled;
 #endif
     }
+#if BESIDE
+    previous_kernel_done();    // so that who waits for this one has waited for that one
+#endif
 }
