@@ -125,7 +125,7 @@ def predicted_seconds(problem: Problem) -> float:
     each = cut(problem.dtype, m, n, k)
     chunks, slabs = ceil(m / each.chunk), ceil(n / each.slab)
     decode = n * k * DECODE_SECONDS * (1 + terms) / 2
-    multiply = 2 * terms * n * k * max(m / 6.8e14, chunks / 3.5e12)
+    multiply = 2 * terms * n * k * max(m / 7.4e14, chunks / 3.5e12)
     ends = m * k * (1 + terms) * 0.7e-12 + m * n * 1.8e-12
     return 8e-6 + chunks * (slabs * 4e-6 + decode) + multiply + ends
 

@@ -24,15 +24,24 @@ DEVICE void load_codes(u32 at, u32 (&word)[2][2]) {
     }
 }
 
+// Entries of the table are 128 bytes apart, one copy a bank; where there is room, 256, so that one PRMT makes an address.
+#ifndef TABLE_PITCH
+#define TABLE_PITCH 128
+#endif
+
 // The A fragment of step `step` of the four of a unit, by the table: two bytes of each of two words, in the order of memory.
-// A byte's entries are 128 bytes apart; `bank` holds the rest of their addresses but the table's offset.
+// `bank` holds what an entry's address is beside the entry's place, but the table's offset.
 template <int OFFSET>
 DEVICE void decode(const u32 (&word)[2][2], int step, u32 bank, u32 (&a)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const u32 w = word[i & 1][step >> 1];
         const int byte = 2 * (step & 1) + (i >> 1);
+#if TABLE_PITCH == 256
+        a[i] = table_word<OFFSET>(__byte_perm(w, bank, 0x5504 | byte << 4));
+#else
         a[i] = table_word<OFFSET>((byte == 0 ? w << 7 : w >> (8 * byte - 7)) & 0x7F80 | bank);
+#endif
     }
 }
 
@@ -46,7 +55,7 @@ DEVICE void build_table(const Codebook& codebook, u32 base, int warp, int lane) 
     const u32 low = codebook.low[first] | (u32)codebook.low[second] << 16;
 #pragma unroll
     for (int i = 0; i < entries; ++i) {
-        const u32 at = base + (warp * entries + i) * 128 + lane * 4;
+        const u32 at = base + (warp * entries + i) * TABLE_PITCH + lane * 4;
         sts32(at, __shfl_sync(~0u, pair, i));
         if (TERMS == 2) sts32(at + 32768, __shfl_sync(~0u, low, i));
     }

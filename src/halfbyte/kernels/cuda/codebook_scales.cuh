@@ -28,18 +28,21 @@ DEVICE float scale_of(const RawScales& raw, int j, float offset, u32 map256) {
 #endif
 }
 
+// One scale, of a block of BLOCK weights.
+DEVICE float scale_of_block(const Scales& s, long long block, float offset, u32 map256) {
+    const long long b = block >> s.shift;
+#if SCALE_KIND == 0
+    return __ldg((const float*)s.values + b);
+#else
+    return scale_of(__ldg((const u8*)s.values + b), SCALE_KIND == 1 ? __ldg(s.outer + (b >> 8)) : 0.f, offset, map256);
+#endif
+}
+
 // Four scales of a row, one by one: where they are not `aligned`.
 DEVICE void read_scales(const Scales& s, const Problem& p, int row, int block, float offset, u32 map256, float (&scale)[4]) {
     const int blocks = p.k / BLOCK;
     for (int j = 0; j < 4; ++j) {
-        const long long b = (long long)row * blocks + block + j >> s.shift;
-        scale[j] = 0.f;
-        if (row >= p.n || block + j >= blocks) continue;
-#if SCALE_KIND == 0
-        scale[j] = __ldg((const float*)s.values + b);
-#else
-        scale[j] = scale_of(__ldg((const u8*)s.values + b), SCALE_KIND == 1 ? __ldg(s.outer + (b >> 8)) : 0.f, offset, map256);
-#endif
+        scale[j] = row < p.n && block + j < blocks ? scale_of_block(s, (long long)row * blocks + block + j, offset, map256) : 0.f;
     }
 }
 
