@@ -137,7 +137,7 @@ def _most_rows(key: str, dtype: torch.dtype, n: int, k: int, device: torch.devic
     def serves(m: int) -> bool:
         kernel = plan(Problem(get_format(key), dtype, m, n, k, arch_of(device))).kernel
         return kernel.backend in OUR_BACKENDS and (
-            m <= SERVED_ROWS or not decoding_is_faster(kernel.backend, dtype, (n, k))
+            m <= SERVED_ROWS or not decoding_is_faster(kernel, dtype, (n, k))
         )
 
     fewest, most = 0, MOST_ROWS
