@@ -139,15 +139,24 @@ def test_gemv_and_dequantize():
     assert "dequantize_4bit" not in switch.status().served
 
 
-def test_many_rows_are_passed_on():
-    layer = layer_of()
-    x = activations(65)
-    with torch.inference_mode():
-        before = layer(x)
-        with switch.enabled():
-            assert torch.equal(layer(x), before)
-    assert hits() == 0
-    assert sum(switch.status().fallbacks["gemm_4bit"].values()) == 1
+def test_many_rows_are_served_where_a_kernel_is_faster_than_decoding():
+    """codebook_gemm is, for bf16 on Hopper; else bitsandbytes decodes the weight and multiplies."""
+    for dtype in (torch.bfloat16, torch.float16):
+        layer, x = layer_of(dtype=dtype), activations(65, dtype=dtype)
+        fast = dtype == torch.bfloat16 and torch.cuda.get_device_capability() == (9, 0)
+        switch.reset_counters()
+        with torch.inference_mode():
+            before = layer(x)
+            with switch.enabled():
+                out = layer(x)
+        if fast:
+            reference.assert_within_contract(out, reference.linear(x, weight_of(layer)))
+            assert hits() == 1
+            assert switch.status().fallbacks == {}
+        else:
+            assert torch.equal(out, before)
+            assert hits() == 0
+            assert sum(switch.status().fallbacks["gemm_4bit"].values()) == 1
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
