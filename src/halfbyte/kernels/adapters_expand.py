@@ -16,6 +16,7 @@ from .launch import Bind, Launch
 from .registry import Expand
 
 TABLE_ALIGNMENT = 16  # bytes, of the table
+BESIDE = 8 << 10  # bytes of shared memory that a block of adapters_shrink may find beside a base kernel's
 DEPTH = 3  # tiles that a warp has on their way, as in the kernels
 
 
@@ -34,12 +35,13 @@ class ExpandStruct(ctypes.Structure):
     )
 
 
-def shared_bytes(rows: int, columns: int, warps: int) -> int:
+def shared_bytes(rows: int, columns: int, warps: int, pair: int) -> int:
     """Shared memory for what is added to a tile of `rows` rows of W and `columns` of x.
 
-    Beside that its items, what warps have on its way to them, and two barriers.
+    Beside that its items, what `warps` warps have on its way to them, `pair` tiles of 16 rows of B at a time, and two
+    barriers.
     """
-    return columns * (4 * (rows + 4) + 32) + warps * DEPTH * 1024 + 16
+    return columns * (4 * (rows + 4) + 32) + warps * DEPTH * 512 * (1 + pair) + 16
 
 
 def reason_against(expand: Expand) -> str | None:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
 
-from ..device import arch_of
 from . import nvrtc
-from .codebook import ALIGNMENT, X_TYPES
+from .codebook import ALIGNMENT, X_TYPES, device_of
 from .launch import Launch
 
 STEM = "adapters_shrink"
@@ -61,6 +60,7 @@ class _Problem(ctypes.Structure):
     )
 
 
+@lru_cache(maxsize=4096)
 def configure(x_dtype: torch.dtype, a_dtype: torch.dtype, m: int, k: int, wide: bool, arch: str) -> Config:
     """The configuration for m rows of x. How many blocks share K does not depend on M: it decides the order of sums.
 
@@ -73,7 +73,7 @@ def configure(x_dtype: torch.dtype, a_dtype: torch.dtype, m: int, k: int, wide: 
         GROUPS=1 if m <= 8 else 2 if m <= 16 else 4,
         RANKS=16 if k <= 8192 else 8,
         CLUSTER=cluster,
-        WARPS=2 if arch in CLUSTERS else 8,
+        WARPS=2 if arch in CLUSTERS else 4,
         WIDE=int(wide),
         OVERLAP=int(arch in CLUSTERS),
         LATE=int(arch in CLUSTERS and m > 8),
@@ -111,8 +111,13 @@ def reason_against(x: Tensor) -> str | None:
     """Why this kernel cannot serve x, or None."""
     if x.device.type != "cuda":
         return f"is for CUDA, not for {x.device.type}"
-    arch = arch_of(x.device)
-    if arch not in SEEN_RIGHT:
+    return _reason_against(x.device.index)
+
+
+@cache
+def _reason_against(device: int) -> str | None:
+    arch = device_of(device)[0]
+    if torch.version.hip is not None or arch not in SEEN_RIGHT:
         return f"has been held against the reference on {', '.join(SEEN_RIGHT)} only, not on {arch}"
     return nvrtc.missing()
 
@@ -129,7 +134,7 @@ def run(x: Tensor, a: Tensor, spans: Tensor, index: Tensor | None, out: Tensor) 
     row = x.stride(0) * size if m > 1 else 0
     wide = (x.data_ptr() | row | a.data_ptr() | k * size) % ALIGNMENT == 0
     index_of_device = x.device.index
-    arch = arch_of(x.device)
+    arch = device_of(index_of_device)[0]
     config = configure(x.dtype, a.dtype, m, k, wide, arch)
     clusters = clusters_for(config, m, spans.shape[0], out.shape[1])
     launch = _launch(config, -(-m // CHUNK), clusters, arch, index_of_device)

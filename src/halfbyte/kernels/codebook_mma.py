@@ -69,13 +69,14 @@ class Config:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block: table, ring, sums, the cluster's sums, x, nested map, barriers, adapters."""
+        """Dynamic shared memory: table, ring, sums, the cluster's sums, x, nested map, barriers, adapters."""
         ring = self.STAGES * self.rows * (128 + 4 * self.stage_blocks)
         sums = (WARPS if self.X_ROWS == 1 else 4) * self.X_ROWS * (self.rows + 4) * 4
         peers = (self.SPLIT - 1) * self.GROUPS * self.X_ROWS * self.rows * 4
         x = WARPS * self.GROUPS * self.X_ROWS * (codebook.UNIT * (4 if self.X_TYPE == 2 else 2) + 16)
         nested = 1024 if self.SCALE_KIND == 1 else 0
-        added = adapters_expand.shared_bytes(self.rows, self.GROUPS * self.X_ROWS, 1) if self.ADAPTERS else 0
+        pair = 2 if self.RESIDENT == 1 else 1
+        added = adapters_expand.shared_bytes(self.rows, self.GROUPS * self.X_ROWS, 1, pair) if self.ADAPTERS else 0
         return self.TERMS * 32768 + ring + sums + peers + x + nested + 16 * (self.STAGES + 1) + added
 
 
@@ -320,8 +321,13 @@ def with_stages(config: Config, room: int) -> Config:
 
 
 def with_adapters(config: Config, arch: str) -> Config:
-    """The configuration with adapters, for whose part the ring makes room."""
-    return with_stages(replace(config, ADAPTERS=1), room(arch, config.RESIDENT))
+    """The configuration with adapters, for whose part the ring makes room.
+
+    It does so for a block of adapters_shrink beside, too, where two rounds of teams are left.
+    """
+    config, space = replace(config, ADAPTERS=1), room(arch, config.RESIDENT)
+    beside = with_stages(config, space - adapters_expand.BESIDE // config.RESIDENT)
+    return beside if beside.STAGES > TEAMS else with_stages(config, space)
 
 
 def _arguments(weight: PackedWeight, config: Config, grid: Grid, arch: str) -> tuple[ctypes.Structure, ...]:

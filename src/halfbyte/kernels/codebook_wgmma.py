@@ -74,7 +74,8 @@ class Config:
         base = TABLE_BYTES + self.STAGES * slot + sums + 1024 * (self.SCALE_KIND == 1) + 16 * (self.STAGES + 1)
         if not self.ADAPTERS:
             return base
-        return base + adapters_expand.shared_bytes(self.rows, self.COLUMNS // self.CLUSTER, 1 if self.SCALE_SIDE else 3)
+        warps, pair = (1, 1) if self.SCALE_SIDE else (3, 2 if self.PRODUCER_REGISTERS >= 64 else 1)
+        return base + adapters_expand.shared_bytes(self.rows, self.COLUMNS // self.CLUSTER, warps, pair)
 
 
 class _Maps(ctypes.Structure):

@@ -8,43 +8,44 @@
 // and so is a B of fp32. A sum runs over the ranks in an order of its own, 8 at a time, so it has the same bits in every kernel and
 // whatever the other rows take.
 //
-// A warp takes every EXPAND_WARPS-th tile of 16 rows of W of each eight rows of x, 16 ranks of it at a time. B and h of its next
-// EXPAND_DEPTH are on their way to shared memory meanwhile, where each lane has places of its own.
+// A warp takes every EXPAND_WARPS-th tile, of 16 or 32 rows of W, of each eight rows of x, 16 ranks of it at a time. B and h of its
+// next EXPAND_DEPTH are on their way to shared memory meanwhile, where each lane has places of its own.
 //
 // The kernel says:
 //   EXPAND_COLUMNS  rows of x whose outputs a block writes      EXPAND_WARPS  that work here
-//   EXPAND_ROWS     rows of W at a time
+//   EXPAND_ROWS     rows of W at a time                         EXPAND_PAIR   16-row tiles that a warp takes at once: 1 or 2
 
 #define EXPAND_DEPTH 3
 #define EXPAND_PITCH (EXPAND_ROWS + 4)    // floats of a row of x: the writers of four rows miss each other's banks
 #define EXPAND_ITEM_BYTES 32
-#define EXPAND_STAGE_BYTES 1024           // of a warp: 16 bytes of B and 16 of h a lane
+#define EXPAND_STAGE_BYTES (512 * (1 + EXPAND_PAIR))    // of a warp: 16 bytes of h a lane, then of B of each 16 rows
 #define EXPAND_ITEMS_AT (EXPAND_COLUMNS * EXPAND_PITCH * 4)    // behind what is added
 #define EXPAND_STAGES_AT (EXPAND_ITEMS_AT + EXPAND_COLUMNS * EXPAND_ITEM_BYTES)
 #define EXPAND_BYTES (EXPAND_STAGES_AT + EXPAND_WARPS * EXPAND_DEPTH * EXPAND_STAGE_BYTES)
 #define NOBODY 0xFF
 
-DEVICE u32 lds8(u32 address) {
-    u32 d;
-    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(d) : "r"(address));
-    return d;
-}
 DEVICE void sts8(u32 address, u32 value) { asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(value) : "memory"); }
 
-// An adapter and up to eight rows of x that take it. Rows without one are those of items of rank 0. It is read where it is needed:
-// registers are few.
+// An adapter and up to eight rows of x that take it. Rows without one are those of items of rank 0. In shared memory the rows,
+// of the block's, come first, then four numbers: rank, column, stride, first; then the scaling.
 struct Item {
-    u32 address;
+    u32 rows[2];    // a byte each, or NOBODY
+    int rank, column, stride, first;
+    float scaling;
 
-    METHOD int row(int i) const { return lds8(address + i); }    // of the block's, or NOBODY
-    METHOD int rank() const { return lds32(address + 8); }
-    METHOD int column() const { return lds32(address + 12); }
-    METHOD int stride() const { return lds32(address + 16); }
-    METHOD int first() const { return lds32(address + 20); }
-    METHOD float scaling() const { return __uint_as_float(lds32(address + 24)); }
+    static METHOD Item at(u32 address) {
+        Item item;
+        u32 word[4], more;
+        lds128(address, item.rows[0], item.rows[1], word[0], word[1]);
+        lds128(address + 16, word[2], word[3], more, more);
+        item.rank = word[0], item.column = word[1], item.stride = word[2], item.first = word[3];
+        item.scaling = __uint_as_float(lds32(address + 24));
+        return item;
+    }
+    METHOD int row(int i) const { return (i < 4 ? rows[0] : rows[1]) >> 8 * (i & 3) & 0xFF; }
     // Whether four numbers of its B can be read at once.
     METHOD bool wide(const Expand& e, int outputs) const {
-        return rank() > 0 && e.b_type != 2 && ((u64)e.b + 2ll * first() * outputs & 7 | stride() & 3) == 0;
+        return rank > 0 && e.b_type != 2 && ((u64)e.b + 2ll * first * outputs & 7 | stride & 3) == 0;
     }
 };
 
@@ -121,9 +122,9 @@ DEVICE void prefetch_items(const Expand& e, u32 list, int items, int warp, int r
     rows = min(rows, outputs - row0);
 #pragma unroll 1
     for (int i = warp; i < items; i += EXPAND_WARPS) {
-        const Item item = {list + i * EXPAND_ITEM_BYTES};
-        const char* begin = (const char*)e.b + ((long long)item.first() * outputs + (long long)row0 * item.stride()) * size;
-        const long long bytes = item.rank() > 0 ? (long long)rows * item.stride() * size : 0;
+        const Item item = Item::at(list + i * EXPAND_ITEM_BYTES);
+        const char* begin = (const char*)e.b + ((long long)item.first * outputs + (long long)row0 * item.stride) * size;
+        const long long bytes = item.rank > 0 ? (long long)rows * item.stride * size : 0;
 #pragma unroll 1
         for (long long line = lane * 128; line < bytes; line += 32 * 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(begin + line));
     }
@@ -162,16 +163,16 @@ DEVICE void copy_later(u32 to, const void* from, int there) {
 struct Tile {
     const Expand& e;
     u32 added;
-    int warp, m0, row0, tiles, outputs;    // rows of W from row0 on, in tiles of 16
+    int warp, m0, row0, tiles, outputs;    // rows of W from row0 on, in tiles of 16 EXPAND_PAIR
 
-    METHOD Item item(int number) const { return {added + EXPAND_ITEMS_AT + number * EXPAND_ITEM_BYTES}; }
-    METHOD u32 stage(int number) const {    // a lane's 16 bytes of B; those of h lie 512 further
+    METHOD u32 item(int number) const { return added + EXPAND_ITEMS_AT + number * EXPAND_ITEM_BYTES; }
+    METHOD u32 stage(int number) const {    // a lane's 16 bytes of h; those of B follow
         return added + EXPAND_STAGES_AT + (warp * EXPAND_DEPTH + number % EXPAND_DEPTH) * EXPAND_STAGE_BYTES + (this_thread() & 31) * 16;
     }
     // A lane's part of B, in numbers from its begin: of ranks rank .. rank + 15 the four from 4 q on, of row g of a tile.
     METHOD long long b_at(const Item& item, int rank, int tile) const {
         const int lane = this_thread() & 31;
-        return (long long)item.first() * outputs + (long long)(row0 + 16 * tile + (lane >> 2)) * item.stride() + rank + 4 * (lane & 3);
+        return (long long)item.first * outputs + (long long)(row0 + 16 * EXPAND_PAIR * tile + (lane >> 2)) * item.stride + rank + 4 * (lane & 3);
     }
 };
 
@@ -183,7 +184,7 @@ struct Step {
         tile += EXPAND_WARPS;
         if (tile < on.tiles) return;
         tile = on.warp, rank += 16;
-        if (rank >= on.item(item).rank()) rank = 0, ++item;
+        if (rank >= (int)lds32(on.item(item) + 8)) rank = 0, ++item;
     }
 };
 
@@ -198,25 +199,25 @@ struct Sender {
         const int lane = this_thread() & 31;
         const u32 to = on.stage(number);
         if (at.tile == on.warp) {
-            const Item item = on.item(at.item);
-            const int left = max(0, min(4, item.rank() - at.rank - 4 * (lane & 3)));
-            there = item.wide(e, on.outputs) ? 2 * left : 0, down = 16 * item.stride();
+            const Item item = Item::at(on.item(at.item));
+            const int left = max(0, min(4, item.rank - at.rank - 4 * (lane & 3)));
+            there = item.wide(e, on.outputs) ? 2 * left : 0, down = 16 * item.stride;
             from = there ? (const char*)e.b + 2 * on.b_at(item, at.rank, at.tile) : (const char*)e.b;
-            const int row = item.row(lane >> 2), of_h = row == NOBODY ? 0 : left, column = item.column();
+            const int row = item.row(lane >> 2), of_h = row == NOBODY ? 0 : left, column = item.column;
             const float* h = of_h ? e.shrunk + (long long)(on.m0 + row) * e.width + column + at.rank + 4 * (lane & 3) : e.shrunk;
             if ((((u64)e.shrunk | 4ull * e.width | 4ull * column) & 15) == 0)
-                copy_later<16>(to + 512, h, 4 * of_h);
+                copy_later<16>(to, h, 4 * of_h);
             else
 #pragma unroll
-                for (int i = 0; i < 4; ++i) copy_later<4>(to + 512 + 4 * i, i < of_h ? h + i : e.shrunk, i < of_h ? 4 : 0);
+                for (int i = 0; i < 4; ++i) copy_later<4>(to + 4 * i, i < of_h ? h + i : e.shrunk, i < of_h ? 4 : 0);
         }
-        const int row = on.row0 + 16 * at.tile + (lane >> 2);
+        const int row = on.row0 + 16 * EXPAND_PAIR * at.tile + (lane >> 2);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
+        for (int i = 0; i < 2 * EXPAND_PAIR; ++i) {
             const bool any = there > 0 && row + 8 * i < on.outputs;
-            copy_later<8>(to + 8 * i, any ? from + i * down : (const char*)e.b, any ? there : 0);
+            copy_later<8>(to + 512 * (1 + i / 2) + 8 * (i & 1), any ? from + i * down : (const char*)e.b, any ? there : 0);
         }
-        if (there > 0) from += 2 * EXPAND_WARPS * down;
+        if (there > 0) from += 2 * EXPAND_PAIR * EXPAND_WARPS * down;
         at.next(on);
     }
 };
@@ -228,79 +229,85 @@ struct Receiver {
     float high[4], low[4];    // h
     u32 to[2];                // of the two rows of x whose sums a lane has, or 0
     float scaling;            // once the last ranks are added
-    bool wide;
+    bool wide, some;          // whether four numbers of B come at once; whether there is an adapter
 
     METHOD void settle(const Tile& on, u32 stage) {
-        const Item item = on.item(at.item);
+        const Item item = Item::at(on.item(at.item));
         const int lane = this_thread() & 31;
         u32 word[4];
-        lds128(stage + 512, word[0], word[1], word[2], word[3]);
+        lds128(stage, word[0], word[1], word[2], word[3]);
 #pragma unroll
         for (int i = 0; i < 4; ++i) high[i] = tf32_of(__uint_as_float(word[i])), low[i] = __uint_as_float(word[i]) - high[i];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int row = item.row(2 * (lane & 3) + i);
-            to[i] = row == NOBODY ? 0 : on.added + (row * EXPAND_PITCH + 16 * at.tile + (lane >> 2)) * 4;
+            to[i] = row == NOBODY ? 0 : on.added + (row * EXPAND_PITCH + 16 * EXPAND_PAIR * at.tile + (lane >> 2)) * 4;
         }
-        scaling = at.rank + 16 >= item.rank() ? item.scaling() : 1.f, wide = item.wide(on.e, on.outputs);
+        scaling = at.rank + 16 >= item.rank ? item.scaling : 1.f, wide = item.wide(on.e, on.outputs), some = item.rank > 0;
     }
 
-    METHOD void multiply(const Tile& on, u32 stage, float (&acc)[4]) const {
-        u32 word[4];    // two of row g, two of row g + 8
-        lds128(stage, word[0], word[1], word[2], word[3]);
-#pragma unroll
-        for (int s = 0; s < 2; ++s) {
-            u32 a[4];    // rows g and g + 8 of one rank, then of the other
-#pragma unroll
-            for (int i = 0; i < 4; ++i) a[i] = __float_as_uint(half_of_b(on.e.b_type, word[2 * (i & 1) + s], i >> 1));
-            mma_tf32(acc, a, high[2 * s], high[2 * s + 1]);
-            mma_tf32(acc, a, low[2 * s], low[2 * s + 1]);
-        }
+    // Of one multiply: 16 rows of W, in which a lane has rows g and g + 8 of one rank, then of the other.
+    METHOD void multiply(const u32 (&a)[4], int s, float (&acc)[4]) const {
+        mma_tf32(acc, a, high[2 * s], high[2 * s + 1]);
+        mma_tf32(acc, a, low[2 * s], low[2 * s + 1]);
     }
 
-    METHOD void multiply_slowly(const Tile& on, float (&acc)[4]) const {    // number by number
-        const Item item = on.item(at.item);
-        const int type = on.e.b_type, lane = this_thread() & 31, left = item.rank() - at.rank - 4 * (lane & 3), rows = on.outputs - on.row0 - 16 * at.tile - (lane >> 2);
+    METHOD void multiply_wide(const Tile& on, u32 stage, float (&acc)[EXPAND_PAIR][4]) const {
+        u32 word[EXPAND_PAIR][4];    // two of row g, two of row g + 8
+#pragma unroll
+        for (int t = 0; t < EXPAND_PAIR; ++t) lds128(stage + 512 * (1 + t), word[t][0], word[t][1], word[t][2], word[t][3]);
+#pragma unroll
+        for (int s = 0; s < 2; ++s)
+#pragma unroll
+            for (int t = 0; t < EXPAND_PAIR; ++t) {
+                u32 a[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) a[i] = __float_as_uint(half_of_b(on.e.b_type, word[t][2 * (i & 1) + s], i >> 1));
+                multiply(a, s, acc[t]);
+            }
+    }
+
+    METHOD void multiply_number_by_number(const Tile& on, float (&acc)[EXPAND_PAIR][4]) const {
+        const Item item = Item::at(on.item(at.item));
+        const int type = on.e.b_type, lane = this_thread() & 31, left = item.rank - at.rank - 4 * (lane & 3), rows = on.outputs - on.row0 - 16 * EXPAND_PAIR * at.tile - (lane >> 2);
         const char* from = (const char*)on.e.b + on.b_at(item, at.rank, at.tile) * (type == 2 ? 4 : 2);
 #pragma unroll
-        for (int s = 0; s < 2; ++s) {
-            u32 a[4], rest[4];
+        for (int s = 0; s < 2; ++s)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int down = 8 * (i & 1), rank = 2 * s + (i >> 1);
-                const float value = down < rows && rank < left ? number_of_b(type, from, down * item.stride() + rank) : 0.f;
-                a[i] = __float_as_uint(type == 2 ? tf32_of(value) : value);
-                rest[i] = __float_as_uint(value - __uint_as_float(a[i]));
+            for (int t = 0; t < EXPAND_PAIR; ++t) {
+                u32 a[4], rest[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int down = 16 * t + 8 * (i & 1), rank = 2 * s + (i >> 1);
+                    const float value = down < rows && rank < left ? number_of_b(type, from, down * item.stride + rank) : 0.f;
+                    a[i] = __float_as_uint(type == 2 ? tf32_of(value) : value);
+                    rest[i] = __float_as_uint(value - __uint_as_float(a[i]));
+                }
+                multiply(a, s, acc[t]);
+                if (type == 2) mma_tf32(acc[t], rest, high[2 * s], high[2 * s + 1]);
             }
-            mma_tf32(acc, a, high[2 * s], high[2 * s + 1]);
-            mma_tf32(acc, a, low[2 * s], low[2 * s + 1]);
-            if (type == 2) mma_tf32(acc, rest, high[2 * s], high[2 * s + 1]);
-        }
     }
 
     METHOD void receive(const Tile& on, int number) {
         const u32 stage = on.stage(number);
         if (at.tile == on.warp) settle(on, stage);
-        float acc[4] = {};
+        float acc[EXPAND_PAIR][4] = {};
         if (at.rank > 0)
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (to[i & 1]) acc[i] = __uint_as_float(lds32(to[i & 1] + 32 * (i >> 1)));
+            for (int i = 0; i < 4 * EXPAND_PAIR; ++i)
+                if (to[i & 1]) acc[i / 4][i & 3] = __uint_as_float(lds32(to[i & 1] + 32 * (i >> 1)));
         if (wide)
-            multiply(on, stage, acc);
-        else
-            multiply_slowly(on, acc);
+            multiply_wide(on, stage, acc);
+        else if (some)
+            multiply_number_by_number(on, acc);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) acc[i] = __fmul_rn(scaling, acc[i]);
-        if (!wide && on.item(at.item).rank() == 0)    // -0 changes no bit of what it is added to
-#pragma unroll
-            for (int i = 0; i < 4; ++i) acc[i] = -0.f;
+        for (int i = 0; i < 4 * EXPAND_PAIR; ++i) {    // -0 changes no bit of what it is added to
+            const float sum = some ? __fmul_rn(scaling, acc[i / 4][i & 3]) : -0.f;
+            if (to[i & 1] && (EXPAND_PAIR == 1 || 2 * 16 * at.tile + 8 * (i >> 1) < EXPAND_ROWS)) sts32(to[i & 1] + 32 * (i >> 1), __float_as_uint(sum));
+        }
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-            if (to[i]) {
-                sts32(to[i], __float_as_uint(acc[i])), sts32(to[i] + 32, __float_as_uint(acc[i + 2]));
-                to[i] += EXPAND_WARPS * 64;
-            }
+            if (to[i]) to[i] += EXPAND_WARPS * EXPAND_PAIR * 64;
         at.next(on);
     }
 };
@@ -315,11 +322,11 @@ DEVICE void barrier_wait_long(u32 barrier, u32 parity) {
     }
 }
 
-// All warps together: what is added to rows row0 .. row0 + 16 tiles - 1 of W. A thread reads what other kernels wrote, so it
+// All warps together: what is added to rows row0 .. row0 + rows - 1 of W. A thread reads what other kernels wrote, so it
 // has waited for them.
-DEVICE void expand(const Expand& e, u32 added, int items, int warp, int m0, int row0, int tiles, int outputs) {
-    const Tile on = {e, added, warp, m0, row0, tiles, outputs};
-    if (warp >= tiles) return;
+DEVICE void expand(const Expand& e, u32 added, int items, int warp, int m0, int row0, int rows, int outputs) {
+    const Tile on = {e, added, warp, m0, row0, (rows + 16 * EXPAND_PAIR - 1) / (16 * EXPAND_PAIR), outputs};
+    if (warp >= on.tiles) return;
     Sender ahead = {{0, 0, warp}};
     Receiver now = {{0, 0, warp}};
 #pragma unroll 1

@@ -26,6 +26,7 @@
 #define THREADS (32 * WARPS)
 #define ROWS (8 * GROUPS)             // of x, at once
 #define CHUNK 64                      // rows of x whose slots are compared
+#define PITCH (ROWS + 4)              // floats of a rank's or a part's rows
 #define OWNED ((RANKS + CLUSTER - 1) / CLUSTER)    // ranks of a block, at most
 #define BATCH (GROUPS == 4 ? 3 : RANKS == 16 ? 5 : GROUPS == 2 ? 6 : 8)    // of 32 k, whose loads are on their way together
 static_assert(PARTS <= 32, "a lane adds a part");
@@ -150,13 +151,14 @@ DEVICE int prefetch(const Problem& p, int row0, int tiles, int first, int part) 
     return first < items ? slots.slot_of(first / tiles) : -1;
 }
 
-// Sums of parts, on their way from all of the cluster's warps to the blocks that own their ranks: [rank][row][part]. There are two
-// places by turns: who sends to one again has received what others sent to the other, so they have read this one.
+// Sums of parts, on their way from all of the cluster's warps to the blocks that own their ranks: [rank][part][row]. There are two
+// places by turns: who sends to one again has received what others sent to the other, so they have read this one. A warp gathers
+// its sums, [rank][row], to send four rows at once.
 struct Inbox {
-    u32 sums, barrier;    // of this block
+    u32 sums, gathered, barrier;    // of this block, of this warp, of this block
     u32 turn;
 
-    METHOD Inbox(u32 sums, u32 barrier) : sums(sums), barrier(barrier), turn(0) {
+    METHOD Inbox(u32 sums, u32 gathered, u32 barrier) : sums(sums), gathered(gathered + (threadIdx.x >> 5) * RANKS * PITCH * 4), barrier(barrier), turn(0) {
         if (threadIdx.x == 0) {
             barrier_init(barrier, PARTS);
             barriers_visible();
@@ -164,24 +166,33 @@ struct Inbox {
         __syncthreads();
         cluster_arrive();
     }
-    METHOD u32 place(int rank, int row) const { return sums + ((turn & 1) * OWNED * ROWS + rank / CLUSTER * ROWS + row) * PARTS * 4; }
-    METHOD void send(int rank, int row, int part, float value) const {
-        const u32 to = place(rank, row) + part * 4;
-#if CLUSTER > 1
-        asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(at_rank(to, rank % CLUSTER)), "f"(value) : "memory");
-#else
-        sts32(to, __float_as_uint(value));
-#endif
-    }
+    METHOD u32 place(int rank, int part) const { return sums + (((turn & 1) * OWNED + rank / CLUSTER) * PARTS + part) * PITCH * 4; }
+    METHOD void put(int rank, int row, float sum) const { sts32(gathered + (rank * PITCH + row) * 4, __float_as_uint(sum)); }
     METHOD void ready() const {    // before the first is sent
         if (turn == 0) cluster_wait();
     }
-    METHOD void sent() const {    // by all lanes of a warp, once for each turn
+    METHOD void send(int part, int rows) const {    // by all lanes of a warp, once for each turn
+        __syncwarp();
+        ready();
+        const int lane = threadIdx.x & 31;
+#pragma unroll
+        for (int i = lane; i < RANKS * ROWS / 4; i += 32) {
+            const int rank = i / (ROWS / 4), row = i % (ROWS / 4) * 4;
+            if (row >= rows) continue;
+            u32 word[4];
+            lds128(gathered + (rank * PITCH + row) * 4, word[0], word[1], word[2], word[3]);
+            const u32 to = place(rank, part) + row * 4;
+#if CLUSTER > 1
+            asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at_rank(to, rank % CLUSTER)), "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3]) : "memory");
+#else
+            sts128(to, word[0], word[1], word[2], word[3]);
+#endif
+        }
         __syncwarp();
 #if CLUSTER > 1
-        if ((threadIdx.x & 31) < CLUSTER) remote_arrive(at_rank(barrier, threadIdx.x & 31));
+        if (lane < CLUSTER) remote_arrive(at_rank(barrier, lane));
 #else
-        if ((threadIdx.x & 31) == 0) barrier_arrive(barrier);
+        if (lane == 0) barrier_arrive(barrier);
 #endif
     }
     METHOD void wait() const {
@@ -193,14 +204,14 @@ struct Inbox {
     }
     METHOD float sum(int rank, int row) const {    // by all lanes, which all get it
         const int lane = threadIdx.x & 31;
-        float sum = lane < PARTS ? __uint_as_float(lds32(place(rank, row) + lane * 4)) : 0.f;
+        float sum = lane < PARTS ? __uint_as_float(lds32(place(rank, lane) + row * 4)) : 0.f;
 #pragma unroll
         for (int other = 16; other > 0; other /= 2) sum += __shfl_xor_sync(~0u, sum, other);
         return sum;
     }
 };
 
-// A warp's part of K, sent: sums of `count` rows of x whose numbers are in `rows`, and `ranks` rows of A from `first` on.
+// A warp's part of K: sums of `count` rows of x whose numbers are in `rows`, and `ranks` rows of A from `first` on.
 #if TENSOR
 DEVICE void multiply(const Problem& p, int row0, const int* rows, int count, int first, int ranks, int part, const Inbox& inbox) {
     const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
@@ -226,16 +237,14 @@ DEVICE void multiply(const Problem& p, int row0, const int* rows, int count, int
 #pragma unroll
                 for (int j = 0; j < GROUPS; ++j) mma(acc[j], a[b][0][half], a[b][1][half], a[b][0][half + 1], a[b][1][half + 1], x[b][j][half], x[b][j][half + 1]);
     }
-    inbox.ready();
 #pragma unroll
     for (int j = 0; j < GROUPS; ++j)
 #pragma unroll
-        for (int i = 0; i < RANKS / 4; ++i) inbox.send(g + 8 * (i >> 1), 8 * j + 2 * q + (i & 1), part, acc[j][i]);
+        for (int i = 0; i < RANKS / 4; ++i) inbox.put(g + 8 * (i >> 1), 8 * j + 2 * q + (i & 1), acc[j][i]);
 }
 #else
 DEVICE void multiply(const Problem& p, int row0, const int* rows, int count, int first, int ranks, int part, const Inbox& inbox) {
     const int lane = threadIdx.x & 31;
-    inbox.ready();
 #pragma unroll 1
     for (int row = 0; row < count; ++row) {
         float acc[RANKS] = {};
@@ -250,7 +259,7 @@ DEVICE void multiply(const Problem& p, int row0, const int* rows, int count, int
         for (int r = 0; r < RANKS; ++r) {
 #pragma unroll
             for (int other = 16; other > 0; other /= 2) acc[r] += __shfl_xor_sync(~0u, acc[r], other);
-            if (lane == 0) inbox.send(r, row, part, acc[r]);
+            if (lane == 0) inbox.put(r, row, acc[r]);
         }
     }
 }
@@ -261,13 +270,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, (GROUPS == 1 ? 512 : 384) 
 __cluster_dims__(CLUSTER, 1, 1)
 #endif
 adapters_shrink(const __grid_constant__ Problem p) {
-    __shared__ float sums[2][OWNED * ROWS][PARTS];
+    __shared__ __align__(16) float sums[2][OWNED][PARTS][PITCH], gathered[WARPS][RANKS][PITCH];
     __shared__ u64 barrier;
     __shared__ int list[CHUNK];
     if (!LATE) next_kernel_may_start();
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, block = blockIdx.x % CLUSTER, cluster = blockIdx.x / CLUSTER, part = block * WARPS + warp;
     const int row0 = cluster / p.clusters * CHUNK, tiles = (p.width + RANKS - 1) / RANKS;
-    Inbox inbox(shared_address(sums), shared_address(&barrier));
+    Inbox inbox(shared_address(sums), shared_address(gathered), shared_address(&barrier));
     int likely = -1;    // the first slot, as the index says before the kernel before has ended
 #if OVERLAP
     likely = prefetch(p, row0, tiles, cluster % p.clusters, part);
@@ -292,7 +301,7 @@ adapters_shrink(const __grid_constant__ Problem p) {
             const int now = min(ROWS, count - begin);
             if (ranks > 0) {
                 multiply(p, row0, list + begin, now, first, ranks, part, inbox);
-                inbox.sent();
+                inbox.send(part, now);
                 inbox.wait();
             }
 #pragma unroll 4

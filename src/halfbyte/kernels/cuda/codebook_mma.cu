@@ -79,6 +79,7 @@
 #define EXPAND_COLUMNS (GROUPS * X_ROWS)
 #define EXPAND_ROWS ROWS
 #define EXPAND_WARPS 1
+#define EXPAND_PAIR (RESIDENT == 1 ? 2 : 1)
 
 #define ROUNDS (STAGES / TEAMS)                  // of all teams' slots
 // A barrier tells odd turns of a slot from even ones alone, so each slot must always serve the same team.
@@ -294,7 +295,7 @@ static __device__ __noinline__ void bring_adapters(const Problem& p, u32 base) {
 #pragma unroll 1
     for (int pass = 0; pass < share.passes; ++pass) {
         if (pass > 0) barrier_wait_long(full + 8, (pass - 1) & 1);
-        expand(p.expand, added, items, 0, 0, share.slab + pass * ROWS, min(TILES, share.tiles - pass * TILES), p.n);
+        expand(p.expand, added, items, 0, 0, share.slab + pass * ROWS, 16 * min(TILES, share.tiles - pass * TILES), p.n);
         __syncwarp();
         if ((this_thread() & 31) == 0) barrier_arrive(full);
     }

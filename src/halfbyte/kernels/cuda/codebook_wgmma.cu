@@ -68,6 +68,7 @@
 #define EXPAND_COLUMNS (COLUMNS / CLUSTER)
 #define EXPAND_ROWS ROWS
 #define EXPAND_WARPS (SCALE_SIDE ? 1 : 3)        // the copying warpgroup's last
+#define EXPAND_PAIR (PRODUCER_REGISTERS >= 64 && !SCALE_SIDE ? 2 : 1)
 
 // barriers of threads: 1 all consumers; then for each row group, what was passed is there, and was read
 #define PASSED(group) (2 + (group))
@@ -476,7 +477,7 @@ DEVICE void bring_adapters(const Problem& p, u32 base, int tile, int rank, int w
 #pragma unroll 1
     for (u32 round = 0; tile * ROWS < p.n; ++round, tile += gridDim.x / CLUSTER) {
         if (round > 0) barrier_wait_long(full + 8, (round - 1) & 1);
-        expand(p.expand, added, items, warp, m0, tile * ROWS, ROWS / 16, p.n);
+        expand(p.expand, added, items, warp, m0, tile * ROWS, ROWS, p.n);
         __syncwarp();
         if ((this_thread() & 31) == 0) barrier_arrive(full);
     }
