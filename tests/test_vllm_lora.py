@@ -79,6 +79,7 @@ class Punica:
     def __init__(self, index: list[int]) -> None:
         self._token_lora_indices = torch.tensor([*index, 1 << 40, -(1 << 40)])
         self.added = 0
+        self.slices: tuple[int, ...] = ()
 
     def add_lora_linear(
         self, y: Tensor, x: Tensor, a: tuple[Tensor, ...], b: tuple[Tensor, ...], scale: float, slices: tuple[int, ...]
@@ -86,6 +87,7 @@ class Punica:
         assert scale == 1.0
         assert sum(slices) == y.shape[1]
         self.added += 1
+        self.slices = slices
         for row, slot in enumerate(self._token_lora_indices[: len(y)].tolist()):
             if slot >= 0:
                 parts = [
@@ -275,6 +277,7 @@ def test_what_is_not_folded_vllm_adds_and_it_is_counted(
     out = layer.apply(x)
     assert reference.relative_error(out, exact(shards, adapters, index, x)) < 0.01
     assert punica.added == 1
+    assert punica.slices == heights  # no zeros of other shards are gathered for each token
     served, passed = counts.totals()
     assert [each for each in passed["adapters"] if ("M 65+" if many else "a launch each") in each]
     assert ("apply_bnb_4bit" in passed) == (case == "many rows")  # then bitsandbytes had the base layer

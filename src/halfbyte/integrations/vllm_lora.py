@@ -135,7 +135,10 @@ class Folding:
         super().set_mapping(punica_wrapper)  # type: ignore[misc]
         keep_current(punica_wrapper)
         weight = self.base_layer.weight  # type: ignore[attr-defined]
-        adapters = Adapters.of(self.a, self.b, punica_wrapper)
+        # vLLM's GPU kernels take contiguous tensors; those for CPUs gather B for each token, zeros and all
+        merged = self.a.device.type == "cuda"
+        slices = ((self.a,), (self.b,)) if merged else (self.lora_a_stacked, self.lora_b_stacked)
+        adapters = Adapters.of(self.a, self.b, punica_wrapper, slices)
         setattr(weight, ADAPTERS, adapters)
         if weight.device.type == "cuda":
             adapters.prepare(layer_of(weight, weight.bnb_shard_offsets), _sizes)
@@ -180,25 +183,27 @@ def is_4bit(weight: Any) -> bool:
 class Adapters:
     """A layer's adapters as vLLM stacks them, and as halfbyte's operators take them.
 
-    a: [slots, 1, rank, K], b: [slots, 1, N, rank]. spans, table and scalings, those of `AdapterSet`, are made once:
-    each slot has the full rank, an adapter of a smaller one zeros.
+    a: [slots, 1, rank, K], b: [slots, 1, N, rank]. slices: the same for vLLM's kernels, A and B by shards or whole.
+    spans, table and scalings, those of `AdapterSet`, are made once: each slot has the full rank, an adapter of a
+    smaller one zeros.
     """
 
     punica: Any
     a: Tensor
     b: Tensor
+    slices: tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
     spans: Tensor
     table: Tensor
     scalings: Tensor
 
     @classmethod
-    def of(cls, a: Tensor, b: Tensor, punica: Any) -> Adapters:
+    def of(cls, a: Tensor, b: Tensor, punica: Any, slices: tuple[tuple[Tensor, ...], tuple[Tensor, ...]]) -> Adapters:
         slots, _, rank, _ = a.shape
         first = torch.arange(slots, dtype=torch.int32, device=a.device) * rank
         full = torch.full_like(first, rank)
         table = torch.stack([torch.zeros_like(first), full, first, full], 1)
         scalings = torch.ones(slots, device=a.device)  # vLLM has them in B
-        return cls(punica, a, b, torch.stack([first, full], 1), table, scalings)
+        return cls(punica, a, b, slices, torch.stack([first, full], 1), table, scalings)
 
     def index(self, m: int) -> Tensor | None:
         """int32 [m]: the slot of each of this step's tokens, -1 for none; None where no token has an adapter.
@@ -246,7 +251,8 @@ class Adapters:
 
     def add(self, x: Tensor, out: Tensor) -> None:
         """Add the adapters to a base layer's `out` with vLLM's kernels."""
-        self.punica.add_lora_linear(out, x, (self.a,), (self.b,), 1.0, (self.b.shape[2],))
+        a, b = self.slices
+        self.punica.add_lora_linear(out, x, a, b, 1.0, tuple(part.shape[2] for part in b))
 
     def prepare(self, layer: Layer, ms: Iterable[int]) -> None:
         """Compile and load what `multiply` will need for each of these numbers of rows; nothing is counted."""
