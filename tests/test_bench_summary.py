@@ -86,6 +86,13 @@ def test_cases_of_several_formats_and_runs_keep_their_own_peers() -> None:
     assert [(case.us, [each["us"] for each in case.peers]) for case in found] == [(10, [20]), (11, [21])]
 
 
+def test_rows_whose_bits_depended_on_m_are_problems_of_their_own(tmp_path: Path) -> None:
+    rows = layer_rows({OURS: 10.0, BNB: 40.0}) + layer_rows({OURS: 5.0, BNB: 40.0}, batch_invariant=False)
+    assert sorted(layer.us for layer in layers(cases(rows))) == [20, 40]
+    assert len(shapes(cases(rows))) == 2 * len(SHAPES)
+    assert "16, bits depend on it" in summary(write(tmp_path / "rows.jsonl", rows))
+
+
 def test_adapters_are_problems_of_their_own() -> None:
     found = shapes(cases([row(OURS, 10), row(OURS, 12, adapters=8, rank=16), row(OURS, 13, adapters=8, rank=64)]))
     assert [case.us for case in found] == [10, 12, 13]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from halfbyte import reference
 from halfbyte.formats import BlockFormat, PackedWeight, get_format, quantize
-from halfbyte.kernels import Problem, codebook, nvrtc
+from halfbyte.kernels import Problem, codebook, nvrtc, registry
 from halfbyte.kernels import codebook_gemm as gemm
 from halfbyte.kernels import codebook_prefill as prefill
 from halfbyte.lab import sass
@@ -87,7 +87,7 @@ def test_fewer_rows_only_where_a_process_gives_up_invariance(monkeypatch: pytest
     reason = gemm.reason_against(few)
     assert reason is not None
     assert "HALFBYTE_BATCH_INVARIANT" in reason
-    monkeypatch.setattr(gemm, "INVARIANT", False)
+    monkeypatch.setattr(registry, "BATCH_INVARIANT", False)
     assert gemm.reason_against(few) is None
     assert gemm.cut(64, 4096, 4096, 132).tile is gemm.NARROW
     assert gemm.reason_against(replace(few, m=32)) is not None

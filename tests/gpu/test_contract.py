@@ -19,7 +19,7 @@ from kernel_fuzz import keys_of, takes_strict
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 # Few pairs of dtype and M each: all may be kernels of their own, which take a second or two to compile.
 PAIRS = {
-    (130, 576): ((BF16, 1), (FP16, 8), (BF16, 16), (FP32, 3), (FP16, 130)),
+    (130, 576): ((BF16, 1), (FP16, 8), (BF16, 16), (FP32, 3), (FP16, 130), (BF16, 150)),
     (4096, 4096): ((FP16, 1), (BF16, 8), (FP16, 37), (FP32, 1), (BF16, 300)),
 }
 LONG = {(1000, 1536): BF16, (4096, 4096): FP16, (512, 14336): FP32}

@@ -48,8 +48,9 @@ STATUS_VARIABLE = "HALFBYTE_STATUS"  # "1": print the counters when the process 
 OPERATORS = {"CPU": ("gemm_4bit", "gemv_4bit", "dequantize_4bit"), "CUDA": ("gemm_4bit", "gemv_4bit")}
 OUR_BACKENDS = ("cpu", "cuda")  # whose kernels take bitsandbytes' place; Triton's and torch's may be slower than it
 SERVED_ROWS = 64  # of x; beyond, bitsandbytes multiplies a decoded weight, which may be faster
-FASTER_FOR_MANY = ("codebook_gemm",)  # than that, by rows of benchmarks/results/h200-layer.jsonl
-LARGE_LAYER = 1 << 23  # weights
+LARGE_LAYER = 1 << 23  # weights, on a CPU
+# rows of x up to which codebook_gemm is faster than that, by benchmarks/results/h200-layer.jsonl; more for the largest
+GEMM_ROWS, GEMM_ROWS_LARGEST, LARGEST = 256, 512, 1 << 27
 GATE = "support_avx512bf16_for_cpu"  # the attribute of Linear4bit that says whether to repack on this CPU
 _FORMATS = {
     (family, blocksize, nested): f"{family}-{blocksize}" + ("-nested" if nested else "")
@@ -397,20 +398,21 @@ def kernel_for(weight: CheckedWeight, dtype: torch.dtype, m: int) -> Kernel:
     if kernel.backend not in OUR_BACKENDS:
         key = weight.packed.format.key
         raise Unserved(f"no kernel for {key} with x in {dtype}, M {bucket(m)}, on {weight.device.type}")
-    if m > SERVED_ROWS and decoding_is_faster(kernel, dtype, weight.packed.shape):
+    if m > SERVED_ROWS and decoding_is_faster(kernel, dtype, m, weight.packed.shape):
         raise Unserved(f"M {bucket(m)} in {dtype}: bitsandbytes decodes the weight and multiplies, which is faster")
     return kernel
 
 
-def decoding_is_faster(kernel: Kernel, dtype: torch.dtype, shape: Sequence[int]) -> bool:
+def decoding_is_faster(kernel: Kernel, dtype: torch.dtype, m: int, shape: Sequence[int]) -> bool:
     """Whether more than SERVED_ROWS rows are done sooner if bitsandbytes decodes the weight for torch.
 
     On a CPU halfbyte does the same, with two bf16 numbers a weight: that is exact and twice the work. In fp32 it
-    decodes faster, which is what counts for large layers. On a GPU it depends on the kernel that is planned: what
-    decodes weights on their way is faster, what decodes them into memory, more exactly than bitsandbytes, is not.
+    decodes faster, which is what counts for large layers. On a GPU codebook_gemm decodes weights on their way, which is
+    faster for hundreds of rows; for thousands bitsandbytes is, which rounds weights to bf16.
     """
     if kernel.backend == "cuda":
-        return kernel.name not in FASTER_FOR_MANY
+        most = GEMM_ROWS_LARGEST if math.prod(shape) >= LARGEST else GEMM_ROWS
+        return kernel.name != "codebook_gemm" or m > most
     return kernel.backend == "cpu" and (dtype != torch.float32 or math.prod(shape) < LARGE_LAYER)
 
 

@@ -136,9 +136,7 @@ def _most_rows(key: str, dtype: torch.dtype, n: int, k: int, device: torch.devic
 
     def serves(m: int) -> bool:
         kernel = plan(Problem(get_format(key), dtype, m, n, k, arch_of(device))).kernel
-        return kernel.backend in OUR_BACKENDS and (
-            m <= SERVED_ROWS or not decoding_is_faster(kernel, dtype, (n, k))
-        )
+        return kernel.backend in OUR_BACKENDS and (m <= SERVED_ROWS or not decoding_is_faster(kernel, dtype, m, (n, k)))
 
     fewest, most = 0, MOST_ROWS
     if serves(most):

@@ -10,7 +10,6 @@ All that a call holds is one piece of memory of PyTorch's allocator, of WORKSPAC
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..formats import BlockFormat, PackedWeight
-from . import codebook, fallback, nvrtc
+from . import codebook, fallback, nvrtc, registry
 from . import codebook_mma as mma
 from .adapters import expand_with_torch
 from .launch import Launch, Launcher
@@ -30,9 +29,7 @@ from .registry import Expand, Kernel, Problem, register
 STEM, X_STEM, Y_STEM = "codebook_gemm", "codebook_gemm_x", "codebook_gemm_y"
 ARCH = "sm_90a"
 MIN_M = 65  # rows of x; fewer are for kernels whose bits do not depend on M
-# unless the process says that they may: then this kernel takes more than half of its narrowest tile, too
-INVARIANT = os.environ.get("HALFBYTE_BATCH_INVARIANT", "1") != "0"
-VARIANT_MIN_M = 33
+VARIANT_MIN_M = 33  # where the process has given that up, see registry.BATCH_INVARIANT
 UNIT, TEAM = codebook.UNIT, codebook.TEAM
 X_THREADS, Y_THREADS = 128, 256
 X_BLOCKS = Y_BLOCKS = 8  # a multiprocessor
@@ -119,13 +116,10 @@ def reason_against(problem: Problem) -> str | None:
     """Why this kernel cannot serve a problem, or None."""
     if problem.arch != ARCH:
         return f"is for {ARCH}, not for {problem.arch}"
-    least = MIN_M if INVARIANT else VARIANT_MIN_M
+    least = MIN_M if registry.BATCH_INVARIANT else VARIANT_MIN_M
     if problem.m < least:
-        fewer = (
-            f"; bits depend on M here: HALFBYTE_BATCH_INVARIANT=0 allows it from {VARIANT_MIN_M} on"
-            if INVARIANT
-            else ""
-        )
+        may = f"HALFBYTE_BATCH_INVARIANT=0 allows it from {VARIANT_MIN_M} on"
+        fewer = f"; bits depend on M here: {may}" if registry.BATCH_INVARIANT else ""
         return f"is for M from {least} on, got {problem.m}{fewer}"
     if problem.dtype != torch.bfloat16:
         return "rounds weights to fp16, which bf16 outputs can bear and others cannot"

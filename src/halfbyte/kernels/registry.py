@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,6 +14,8 @@ from torch import Tensor
 from ..formats import BlockFormat, PackedWeight
 from .launch import Launch
 
+# whether a row's bits must not depend on the other rows, up to 64; a process may give that up for speed
+BATCH_INVARIANT = os.environ.get("HALFBYTE_BATCH_INVARIANT", "1") != "0"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DTYPE_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

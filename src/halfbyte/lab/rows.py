@@ -17,6 +17,7 @@ from torch import device as Device
 
 from .. import __version__
 from ..device import arch_of, name_of
+from ..kernels import registry
 from .measure import Timing
 
 
@@ -68,7 +69,8 @@ class Row:
         """The row as a flat JSON object."""
         own = {key: value for key, value in asdict(self).items() if key not in ("environment", "timing")}
         flat = {"suite": self.suite, **asdict(self.environment), **own, **asdict(self.timing)}
-        return flat | {"tb_per_s": self.tb_per_s}
+        given_up = {} if registry.BATCH_INVARIANT else {"batch_invariant": False}
+        return flat | {"tb_per_s": self.tb_per_s} | given_up
 
 
 def append(path: Path, records: Iterable[dict[str, object]]) -> None:

@@ -20,7 +20,7 @@ SUITES = ("linear", "layer")
 REPLACED = ("bitsandbytes", "dequantise")  # what halfbyte must not be slower than
 PEERS = (*REPLACED, "dense", "humming")
 RUN = ("device", "commit", "date")
-PROBLEM = ("dtype", "M", "N", "K", "adapters", "rank")
+PROBLEM = ("dtype", "M", "batch_invariant", "N", "K", "adapters", "rank")
 
 
 def peer_of(kernel: str) -> str:
@@ -29,6 +29,11 @@ def peer_of(kernel: str) -> str:
         return "dequantise"
     name = kernel.partition(" ")[0]
     return "dense" if name in ("cublas", "torch") else name
+
+
+def rows_of_x(row: Record) -> str:
+    """M, and whether a row's bits depended on it there."""
+    return f"{row['M']}" if row["batch_invariant"] else f"{row['M']}, bits depend on it"
 
 
 @dataclass(frozen=True)
@@ -106,9 +111,10 @@ def cases(rows: Iterable[Record]) -> list[Case]:
     """The cases of the suites `linear` and `layer`, in the rows' order. Rows of peers without ours before are left."""
     found: list[Case] = []
     same = (*RUN, *PROBLEM)
-    for row in rows:
-        if row["suite"] not in SUITES:
+    for each in rows:
+        if each["suite"] not in SUITES:
             continue
+        row: Record = {"batch_invariant": True, **each}  # rows say so only where it was given up
         if row["kernel"].startswith("halfbyte "):
             found.append(Case(row))
         elif found and all(found[-1].ours[key] == row[key] for key in same):
@@ -121,7 +127,7 @@ def shapes(all_cases: Sequence[Case]) -> list[Case]:
     newest: dict[tuple[Any, ...], Case] = {}
     for case in sorted(all_cases, key=lambda case: (bool(case.peers), case.ours["date"])):
         newest[_key(case, "format", *PROBLEM)] = case
-    order = ("format", "dtype", "adapters", "rank", "N", "K", "M")
+    order = ("format", "dtype", "adapters", "rank", "N", "K", "M", "batch_invariant")
     return sorted(newest.values(), key=lambda case: _key(case, *order))
 
 
@@ -130,7 +136,7 @@ def layers(all_cases: Sequence[Case]) -> list[Layer]:
     runs: dict[tuple[Any, ...], dict[str, Case]] = {}
     for case in all_cases:
         if case.ours["suite"] == "layer":
-            key = _key(case, "model", "format", "dtype", "adapters", "rank", "M", "commit", "date")
+            key = _key(case, "model", "format", "dtype", "adapters", "rank", "M", "batch_invariant", "commit", "date")
             runs.setdefault(key, {})[case.ours["multiply"]] = case
     whole = [
         Layer(tuple(found[multiply] for multiply in MULTIPLIES))
@@ -139,7 +145,7 @@ def layers(all_cases: Sequence[Case]) -> list[Layer]:
     ]
     newest: dict[tuple[Any, ...], Layer] = {}
     for layer in sorted(whole, key=lambda layer: (bool(layer.cases[0].peers), layer.ours["date"])):
-        newest[_key(layer, "model", "format", "dtype", "adapters", "rank", "M")] = layer
+        newest[_key(layer, "model", "format", "dtype", "adapters", "rank", "M", "batch_invariant")] = layer
     return [newest[key] for key in sorted(newest)]
 
 

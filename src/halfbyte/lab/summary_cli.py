@@ -59,7 +59,7 @@ def bench_summary_command(
 def _record(each: Case | Layer) -> dict[str, Any]:
     from .summary import PEERS
 
-    common = ("device", "commit", "date", "format", "dtype", "M", "adapters", "rank")
+    common = ("device", "commit", "date", "format", "dtype", "M", "batch_invariant", "adapters", "rank")
     times = {f"{peer}_us": each.peer_us(peer) for peer in PEERS}
     return {key: each.ours[key] for key in common} | {"us": each.us, "floor_us": each.floor_us, **times}
 
@@ -95,20 +95,24 @@ def _show_adapters(found: Sequence[WithAdapters]) -> None:
 
 def _show_layers(found: Sequence[Layer]) -> None:
     """A table for each model, format and dtype: a line for each M."""
+    from .summary import rows_of_x
+
     for alike in _alike(found, "device", "model", "format", "dtype"):
         row = alike[0].ours
         title = f"{row['model']}, one layer: sum of its four multiplies, µs; {_where(row)}"
-        ends = [((str(layer.ours["M"]),), (layer.ours["commit"],)) for layer in alike]
+        ends = [((rows_of_x(layer.ours),), (layer.ours["commit"],)) for layer in alike]
         _show(title, ("M",), ("commit",), alike, ends)
 
 
 def _show_shapes(found: Sequence[Case]) -> None:
     """A table for each device, format and dtype: a line for each shape and M."""
+    from .summary import rows_of_x
+
     for alike in _alike(found, "device", "format", "dtype", "adapters", "rank"):
         ends = []
         for case in alike:
             row, mark = case.ours, " [red]SLOWER[/red]" if case.violates else ""
-            ends.append(((f"{row['N']} × {row['K']}", str(row["M"])), (row["commit"], row["kernel"] + mark)))
+            ends.append(((f"{row['N']} × {row['K']}", rows_of_x(row)), (row["commit"], row["kernel"] + mark)))
         title = f"Single multiplies, µs; {_where(alike[0].ours)}"
         _show(title, ("N × K", "M"), ("commit", "kernel"), alike, ends)
 
