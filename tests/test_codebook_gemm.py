@@ -114,16 +114,13 @@ def test_cuts_are_whole_and_within_the_workspace(m: int, n: int, k: int) -> None
 
 
 class Recorded:
-    """What a launch was called with."""
+    """What a launch was started with."""
 
     def __init__(self, stem: str, calls: list[dict[str, Any]]) -> None:
         self.stem, self.calls = stem, calls
 
-    def __call__(
-        self, x: Tensor, bias: Tensor | None, out: Tensor, stream: int, early: bool, fields: dict[str, Any]
-    ) -> None:
-        where = {"x": x.data_ptr(), "out": out.data_ptr(), "rows": x.shape[0], "bias": bias, "early": early}
-        self.calls.append({"stem": self.stem, **where, **fields})
+    def start(self, stream: int, early: bool = False, **fields: Any) -> None:
+        self.calls.append({"stem": self.stem, "early": early, **fields})
 
 
 class Launches:
@@ -138,31 +135,34 @@ class Launches:
     def settled(self, stream: int) -> bool:
         return True
 
-    def get(
-        self, bind: Any, weight: PackedWeight, dtype: torch.dtype, m: int, variant: tuple[str, gemm.Tile]
-    ) -> Recorded:
+    def get(self, bind: Any, weight: PackedWeight, dtype: torch.dtype, m: int, variant: tuple[str, int]) -> Recorded:
         return Recorded(variant[0], self.calls)
 
 
 @pytest.mark.parametrize("segments", [1, 2])
 @pytest.mark.parametrize("bias_rows", [0, 1, 200])
 def test_launches_hand_memory_on_chunk_after_chunk(segments: int, bias_rows: int) -> None:
-    weight, x, out = quantize(torch.randn(96, 512), "nf4-64"), torch.randn(200, 512).to(BF16), torch.empty(200, 96)
+    weight, x, out = (
+        quantize(torch.randn(96, 512), "nf4-64"),
+        torch.randn(200, 512).to(BF16),
+        torch.empty(200, 96, dtype=BF16),
+    )
     bias = None if bias_rows == 0 else torch.randn(96) if bias_rows == 1 else torch.randn(200, 96)
     launches = Launches()
     gemm.multiply(launches, x, weight, bias, out, gemm.Cut(gemm.MIDDLE, 128, 8 // segments, segments))  # type: ignore[arg-type]
     stems = [gemm.X_STEM, gemm.STEM, *([gemm.Y_STEM] if segments > 1 else [])]
     assert [call["stem"] for call in launches.calls] == 2 * stems
     for first, calls in ((0, launches.calls[: len(stems)]), (128, launches.calls[len(stems) :])):
-        assert {call["rows"] for call in calls} == {128 if first == 0 else 72}
+        assert {call["m"] for call in calls} == {128 if first == 0 else 72}
         assert calls[0]["x"] == x[first:].data_ptr()
         for before, after in pairwise(calls):
             assert before["out"] == after["x"]
         assert calls[-1]["out"] == out[first:].data_ptr()
-        assert all(call["bias"] is None for call in calls[:-1])
+        assert all(call.get("bias") is None for call in calls[:-1])
         if bias is not None:
-            assert calls[-1]["bias"].data_ptr() == (bias[first:] if bias_rows == 200 else bias).data_ptr()
+            assert calls[-1]["bias"] == (bias[first:] if bias_rows == 200 else bias).data_ptr()
             assert calls[-1]["bias_stride"] == (96 if bias_rows == 200 else 0)
+            assert calls[-1]["bias_is_fp32"] == 1
     assert all(call["early"] for call in launches.calls)
 
 

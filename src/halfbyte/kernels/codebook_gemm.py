@@ -79,6 +79,7 @@ NARROW = Tile(4, 64, 3, 4, 256, 64, 104, clocks=930)
 MIDDLE = Tile(4, 128, 2, 4, 256, 32, 112, clocks=1400)
 WIDE = Tile(2, 256, 2, 4, 128, 72, 216, clocks=1400)
 TILES = (NARROW, MIDDLE, WIDE)
+OF_COLUMNS = {tile.COLUMNS: tile for tile in TILES}
 
 
 class _Maps(ctypes.Structure):
@@ -176,6 +177,7 @@ def workspace_bytes(each: Cut, n: int, k: int) -> int:
     return sum(_sizes(each, n, k))
 
 
+@lru_cache(maxsize=4096)
 def _sizes(each: Cut, n: int, k: int) -> tuple[int, int, int]:
     """Bytes of the image of x, of segments' sums, and of the powers of two of x's rows; all multiples of 256."""
     image = ceil(each.chunk / each.tile.COLUMNS) * each.tile.COLUMNS * k * 2
@@ -200,9 +202,9 @@ def macros(stem: str, tile: Tile, format: BlockFormat, copied: bool) -> dict[str
     return {name: value for name, value in asdict(tile).items() if name.isupper()} | of_format | {"OVERLAP": 1}
 
 
-def bind(weight: PackedWeight, dtype: torch.dtype, m: int, variant: tuple[str, Tile]) -> Launch:
-    """Compile or find one of the three kernels, by its stem, for a tile; not inside graph capture."""
-    stem, tile = variant
+def bind(weight: PackedWeight, dtype: torch.dtype, m: int, variant: tuple[str, int]) -> Launch:
+    """Compile or find one of the three kernels, by its stem, for the tile of so many columns; not inside capture."""
+    stem, tile = variant[0], OF_COLUMNS[variant[1]]
     device = weight.device.index
     multiprocessors = codebook.device_of(device)[1]
     n, k = weight.shape
@@ -246,28 +248,29 @@ def run(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor) -> No
 
 def multiply(launcher: Launcher, x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, each: Cut) -> None:
     """`run`, cut as it is told."""
-    n, k = weight.shape
+    (n, k), rows, columns = weight.shape, x.shape[0], each.tile.COLUMNS
     stream = launcher.stream()
     early = launcher.settled(stream)
-    workspace = torch.empty(workspace_bytes(each, n, k), dtype=torch.uint8, device=x.device)
-    image, sums, powers = torch.split(workspace, list(_sizes(each, n, k)))
-    fields: dict[str, Any] = {"units": each.units, "segments": each.segments, "x_powers": powers.data_ptr()}
-    if bias is not None:
-        fields["bias_stride"] = n if bias.dim() == 2 else 0
-    for first in range(0, x.shape[0], each.chunk):
-        rows = slice(first, min(x.shape[0], first + each.chunk))
-        these, outputs = x[rows], out[rows]
-        offset = bias[rows] if bias is not None and bias.dim() == 2 else bias
-        m = these.shape[0]
-        variants = ((stem, each.tile) for stem in (X_STEM, STEM, Y_STEM))
-        lay_out, product, add = (launcher.get(bind, weight, x.dtype, m, variant) for variant in variants)
-        lay_out(these, None, image, stream, True, fields)
-        there = image[: m * k].view(m, k)  # m rows, as a launch reads m off the shape
+    image_bytes, sum_bytes, power_bytes = _sizes(each, n, k)
+    workspace = torch.empty(image_bytes + sum_bytes + power_bytes, dtype=torch.uint8, device=x.device)
+    image = workspace.data_ptr()
+    sums, powers = image + image_bytes, image + image_bytes + sum_bytes
+    of_k = {"units": each.units, "segments": each.segments, "x_powers": powers}
+    lay_out, product, add = (launcher.get(bind, weight, x.dtype, 1, (stem, columns)) for stem in (X_STEM, STEM, Y_STEM))
+    for first in range(0, rows, each.chunk):
+        m = min(each.chunk, rows - first)
+        address, stride = x.data_ptr() + first * x.stride(0) * x.element_size(), x.stride(0)
+        end: dict[str, Any] = {"out": out.data_ptr() + first * n * out.element_size(), "bias": None}
+        if bias is not None:
+            of_row = n if bias.dim() == 2 else 0
+            end["bias"] = bias.data_ptr() + first * of_row * bias.element_size()
+            end |= {"bias_stride": of_row, "bias_is_fp32": int(bias.dtype == torch.float32)}
+        lay_out.start(stream, early=True, x=address, x_stride=stride, out=image, m=m, **of_k)
         if each.segments == 1:
-            product(there, offset, outputs, stream, early or first > 0, fields)
+            product.start(stream, early=early or first > 0, x=image, m=m, **of_k, **end)
         else:
-            product(there, None, sums, stream, early or first > 0, fields)
-            add(sums[: 4 * m].view(m, 4), offset, outputs, stream, True, fields)
+            product.start(stream, early=early or first > 0, x=image, m=m, out=sums, bias=None, **of_k)
+            add.start(stream, early=True, x=sums, m=m, **of_k, **end)
 
 
 def run_adapters(x: Tensor, weight: PackedWeight, bias: Tensor | None, expand: Expand, out: Tensor) -> None:

@@ -14,7 +14,7 @@ import ctypes
 from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch import Tensor
 from ..formats import BlockFormat, PackedWeight, RecordLayout
 from . import codebook, fallback, nvrtc
 from .adapters import expand_with_torch
-from .launch import Launch, Launcher, driver
+from .launch import Launch, Launcher
 from .registry import Expand, Kernel, Problem, register
 
 STEM, X_STEM, Y_STEM = "codebook_prefill", "codebook_prefill_x", "codebook_prefill_y"
@@ -59,23 +59,6 @@ class _Problem(ctypes.Structure):
         ("w_exponents", ctypes.c_void_p),
         ("x_exponents", ctypes.c_void_p),
     )
-
-
-class Step(Launch):
-    """A kernel of which each call says on how many blocks it runs and what it works on."""
-
-    def start(self, stream: int, blocks: int, **fields: Any) -> None:
-        """Launch it with these fields of `_Problem`. Raises RuntimeError where the driver refuses."""
-        config = self.record.config
-        with self._lock:  # the driver copies the arguments before it returns
-            for name, value in fields.items():
-                setattr(self._call, name, value)
-            config.grid[0], config.stream, config.count = blocks, stream, 0
-            error = driver().cuLaunchKernelEx(
-                ctypes.byref(config), ctypes.c_void_p(self.record.function), self._pointers, None
-            )
-        if error:
-            self.failed(error)
 
 
 @dataclass(frozen=True)
@@ -152,7 +135,7 @@ def _sizes(dtype: torch.dtype, each: Cut, k: int) -> tuple[int, ...]:
     return tuple(ceil(size / 256) * 256 for size in sizes)
 
 
-def bind(weight: PackedWeight, dtype: torch.dtype, m: int, variant: tuple[str, bool]) -> Step:
+def bind(weight: PackedWeight, dtype: torch.dtype, m: int, variant: tuple[str, bool]) -> Launch:
     """Compile or find one of the three kernels; not inside graph capture.
 
     variant: its stem, and whether outputs are written 16 bytes at once.
@@ -164,7 +147,7 @@ def bind(weight: PackedWeight, dtype: torch.dtype, m: int, variant: tuple[str, b
     arguments: tuple[ctypes.Structure, ...] = (problem,)
     if stem == STEM:
         arguments = (table_of(weight.format.codebook), codebook.scales_of(weight), problem)
-    return Step(
+    return Launch(
         nvrtc.load(stem, arch, macros(stem, weight.format, dtype, wide), weight.device.index, 0),
         arguments,
         blocks=1,
@@ -214,8 +197,7 @@ def multiply(launcher: Launcher, x: Tensor, weight: PackedWeight, bias: Tensor |
     """`run`, cut as it is told."""
     (n, k), dtype, terms = weight.shape, x.dtype, TERMS[x.dtype]
     wide = n % 8 == 0 and out.data_ptr() % 16 == 0
-    steps = (launcher.get(bind, weight, dtype, 1, (stem, wide)) for stem in (STEM, X_STEM, Y_STEM))
-    decode, lay_out, end = (cast("Step", step) for step in steps)
+    decode, lay_out, end = (launcher.get(bind, weight, dtype, 1, (stem, wide)) for stem in (STEM, X_STEM, Y_STEM))
     stream, most_blocks = launcher.stream(), Y_BLOCKS * codebook.device_of(launcher.index)[1]
     workspace = torch.empty(workspace_bytes(dtype, each, k), dtype=torch.uint8, device=x.device)
     ends = accumulate(_sizes(dtype, each, k))
@@ -223,7 +205,7 @@ def multiply(launcher: Launcher, x: Tensor, weight: PackedWeight, bias: Tensor |
     w_part, x_part, sums_part, w_exponents, x_exponents = parts
     item = x.element_size()
     pointers: dict[str, Any] = {"bias": None, "bias_is_fp32": 0, "bias_stride": 0}
-    exponents = {"w_exponents": w_exponents.data_ptr(), "x_exponents": x_exponents.data_ptr()}
+    exponents: dict[str, Any] = {"w_exponents": w_exponents.data_ptr(), "x_exponents": x_exponents.data_ptr()}
     if bias is not None:
         pointers["bias_is_fp32"] = int(bias.dtype == torch.float32)
         pointers["bias_stride"] = n if bias.dim() == 2 else 0

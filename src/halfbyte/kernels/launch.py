@@ -138,6 +138,25 @@ class Launch:
         if error:
             self.failed(error)
 
+    def start(self, stream: int, blocks: int | None = None, early: bool = False, **fields: Any) -> None:
+        """Launch it with these fields of its last argument, of `CALL_FIELDS` and others; those not named stay.
+
+        blocks: other than what it was made with, and so for good. stream, early: see `__call__`. For kernels that hand
+        memory on to each other, by address. Raises RuntimeError where the driver refuses.
+        """
+        config = self.record.config
+        with self._lock:  # the driver copies the arguments before it returns
+            for name, value in fields.items():
+                setattr(self._call, name, value)
+            if blocks is not None:
+                config.grid[0] = blocks
+            config.stream, config.count = stream, int(early and self._early)
+            error = driver().cuLaunchKernelEx(
+                ctypes.byref(config), ctypes.c_void_p(self.record.function), self._pointers, None
+            )
+        if error:
+            self.failed(error)
+
     def failed(self, error: int) -> None:
         """Raise for what the driver returned."""
         from cuda.bindings.driver import CUresult
