@@ -267,3 +267,16 @@ def test_the_kernel_for_every_format_says_what_it_does_not_take() -> None:
         examine("codebook_gemv", "sm_90a", Problem(m=65))
     with pytest.raises(ValueError, match="takes x in fp16 or bf16"):
         examine("codebook_gemv", "sm_90a", Problem(dtype="fp32"))
+
+
+@needs_compiler
+def test_the_kernel_for_many_rows_decodes_a_weight_for_each_tile_of_them() -> None:
+    few, many = (examine("codebook_gemm", "sm_90a", Problem(m=m, n=65536, k=5120), CARDS["h200"]) for m in (128, 512))
+    assert few.code.macros["COLUMNS"] == 128
+    assert few.bound is not None
+    assert few.bound.by == "tensor"
+    assert few.least_us is not None
+    assert many.least_us is not None
+    assert many.least_us > 3 * few.least_us
+    with pytest.raises(ValueError, match="is for M from 65 on, got 1"):
+        examine("codebook_gemm", "sm_90a", Problem())

@@ -22,7 +22,9 @@ lab_app = typer.Typer(no_args_is_help=True, help="See what the machine did: mach
 def sass_command(
     kernel: Annotated[
         str,
-        typer.Argument(help="codebook_mma, codebook_wgmma, codebook_gemv, or a rung of the ladder: fp16, q4_wide, …"),
+        typer.Argument(
+            help="codebook_mma, codebook_wgmma, codebook_gemm, codebook_gemv, or a ladder's rung: fp16, q4_wide, …"
+        ),
     ],
     arch: Annotated[list[str] | None, typer.Option(help="CUDA architecture, as sm_90a; may be given again.")] = None,
     card: Annotated[str | None, typer.Option(help="Card of the predicted bound: h200, 5090, …")] = None,

@@ -11,7 +11,7 @@ import torch
 
 from .. import kernels as registry
 from ..formats import BlockFormat, PackedWeight, get_format
-from ..kernels import codebook, codebook_gemv, codebook_mma, codebook_wgmma, nvrtc
+from ..kernels import codebook, codebook_gemm, codebook_gemv, codebook_mma, codebook_wgmma, nvrtc
 from . import sass
 from .cards import CARDS, Card
 from .ladder_rungs import BLOCK, RUNGS, Rung
@@ -173,6 +173,21 @@ def _codebook_wgmma(arch: str, problem: Problem, card: Card | None) -> Code:
     return _multiplier(codebook_wgmma.STEM, arch, asdict(config), problem, "HGMMA", 1)
 
 
+def _codebook_gemm(arch: str, problem: Problem, card: Card | None) -> Code:
+    """As codebook_wgmma's, a weight decoded for each tile of x.
+
+    The loop also holds what is done where a row's power of two is raised, which is seldom.
+    """
+    format, dtype = _asked(codebook_gemm.STEM, problem)
+    n, k = problem.n, problem.k
+    if reason := codebook_gemm.reason_against(registry.Problem(format, dtype, problem.m, n, k, arch)):
+        raise ValueError(f"lab sass {codebook_gemm.STEM}: it {reason}")
+    multiprocessors = card.multiprocessors if card else codebook_mma.MULTIPROCESSORS
+    tile = codebook_gemm.cut(problem.m, n, k, multiprocessors).tile
+    macros = codebook_gemm.macros(codebook_gemm.STEM, tile, format, codebook.copies_fp32(format, k, arch))
+    return _multiplier(codebook_gemm.STEM, arch, macros, problem, "HGMMA", -(-problem.m // tile.COLUMNS))
+
+
 def _codebook_gemv(arch: str, problem: Problem, card: Card | None) -> Code:
     """Of an aligned weight; a warp's round is its rows of a tile and their chunks of 32 weights."""
     format, dtype = _asked(codebook_gemv.STEM, problem)
@@ -192,6 +207,7 @@ def _codebook_gemv(arch: str, problem: Problem, card: Card | None) -> Code:
 MULTIPLIERS = {
     codebook_mma.STEM: _codebook_mma,
     codebook_wgmma.STEM: _codebook_wgmma,
+    codebook_gemm.STEM: _codebook_gemm,
     codebook_gemv.STEM: _codebook_gemv,
 }
 

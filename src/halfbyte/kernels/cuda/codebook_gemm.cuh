@@ -14,9 +14,3 @@ struct Problem {
     int* x_powers;          // [segments, m]: x is its image times 2^power
     int units, segments;    // of K
 };
-
-// In two steps, as the power of two alone may be beyond fp32.
-DEVICE float times_power(float sum, int exponent) {
-    const int half = exponent >> 1;
-    return sum * __uint_as_float((u32)(half + 127) << 23) * __uint_as_float((u32)(exponent - half + 127) << 23);
-}

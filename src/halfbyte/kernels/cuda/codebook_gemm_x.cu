@@ -14,8 +14,6 @@
 #include "codebook_shared.cuh"
 #include "codebook_numbers.cuh"
 
-DEVICE u32 fitted_bf16x2(u32 raw, float scale) { return pack_half2(__uint_as_float(raw << 16) * scale, __uint_as_float(raw & 0xFFFF0000u) * scale); }
-
 DEVICE u32 largest(u32 mine) {    // of all threads of a block
     __shared__ u32 tops[THREADS / 32];
     const u32 warp = __reduce_max_sync(~0u, mine);

@@ -29,6 +29,17 @@ DEVICE u32 scaled_bf16x2(u32 raw, u32 scale) {
     return pack_half2(__uint_as_float(scaled << 16), __uint_as_float(scaled & 0xFFFF0000u));
 }
 
+// Two bf16 numbers times a power of two, as fp16.
+DEVICE u32 fitted_bf16x2(u32 raw, float scale) {
+    return pack_half2(__uint_as_float(raw << 16) * scale, __uint_as_float(raw & 0xFFFF0000u) * scale);
+}
+
+// Times a power of two, in two steps, as it alone may be beyond fp32.
+DEVICE float times_power(float sum, int exponent) {
+    const int half = exponent >> 1;
+    return sum * __uint_as_float((u32)(half + 127) << 23) * __uint_as_float((u32)(exponent - half + 127) << 23);
+}
+
 // A power of two for a row's elements in a unit, and its inverse, as bits of fp32. `top` is the largest magnitude that this
 // lane has seen, as bits of fp32; the row is spread over `LANES` lanes. fp32 x: the largest element comes to 2^14. bf16 x: to
 // between 2^-9 and 2^15, in steps of 2^24, so that it is 1 for nearly all activations; of bf16's 8 bits some are lost below

@@ -11,10 +11,6 @@
 #include "codebook_shared.cuh"
 #include "codebook_numbers.cuh"
 
-DEVICE u32 fitted_bf16x2(u32 raw, float scale) {
-    return pack_half2(__uint_as_float(raw << 16) * scale, __uint_as_float(raw & 0xFFFF0000u) * scale);
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS) codebook_prefill_x(const __grid_constant__ Problem p) {
     const uint4* const x = (const uint4*)((const u16*)p.x + blockIdx.x * p.x_stride);
     uint4* const out = (uint4*)p.out + (u64)blockIdx.x * (TERMS * p.k / 8);

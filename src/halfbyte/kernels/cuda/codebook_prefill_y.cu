@@ -13,12 +13,6 @@
 #include "codebook_shared.cuh"
 #include "codebook_numbers.cuh"
 
-// In two steps, as the power of two alone may be beyond fp32.
-DEVICE float times_power(float sum, int exponent) {
-    const int half = exponent >> 1;
-    return sum * __uint_as_float((u32)(half + 127) << 23) * __uint_as_float((u32)(exponent - half + 127) << 23);
-}
-
 DEVICE u32 rounded(float value) {
     u16 bits;
 #if X_TYPE == 1
