@@ -16,7 +16,7 @@ import cuda_on_cpu
 from halfbyte.formats import PackedWeight
 from halfbyte.kernels import codebook_gemv, nvrtc
 from halfbyte.kernels.codebook_gemv import Config
-from halfbyte.kernels.launch import set_call
+from halfbyte.kernels.launch import call_fields
 
 CHECKS = ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error")
 
@@ -58,7 +58,8 @@ def multiply(
         config = codebook_gemv.configure(weight, x.dtype, min(codebook_gemv.MAX_ROWS, m - first), arch)
         rows = slice(first, min(m, first + config.M_ROWS))
         problem = codebook_gemv.parameters(weight, codebook_gemv.in_quads(x[rows]))
-        set_call(problem, x[rows], bias, out[rows])
+        for name, value in call_fields(x[rows], bias, out[rows]).items():
+            setattr(problem, name, value)
         tensors = [_span(x[rows]), *weight.parts.values(), *([] if bias is None else [bias])]
         ranges = (_Range * len(tensors))(*(_Range(t.data_ptr(), t.numel() * t.element_size()) for t in tensors))
         blocks = -(-n // config.tile_rows)

@@ -109,7 +109,8 @@ def test_cuts_are_whole_and_within_the_workspace(m: int, n: int, k: int) -> None
     assert gemm.workspace_bytes(each, n, k) <= gemm.WORKSPACE
     assert each.segments * each.units >= units > (each.segments - 1) * each.units, "no segment is empty"
     assert each.units % gemm.TEAM == 0, "segments begin with a stage"
-    assert each.chunk == m or each.chunk % each.tile.COLUMNS == 0
+    assert each.chunk >= m or each.chunk % each.tile.COLUMNS == 0
+    assert each == gemm.cut(-(-m // 64) * 64, n, k, 132), "decided once for all of them"
     assert str(each.tile.rows) in gemm.describe(Problem(NF4, BF16, m, n, k, "sm_90a"))
 
 

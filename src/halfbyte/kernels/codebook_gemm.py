@@ -129,9 +129,16 @@ def reason_against(problem: Problem) -> str | None:
     return mma.reason_against(replace(problem, m=1))
 
 
-@lru_cache(maxsize=4096)
 def cut(m: int, n: int, k: int, multiprocessors: int) -> Cut:
-    """The tiles and segments with the fewest predicted clocks of those whose sums fit."""
+    """The tiles and segments with the fewest predicted clocks of those whose sums fit.
+
+    Of m rounded up to whole narrow tiles, as a server brings another m each step: some memory more, the same tiles.
+    """
+    return _cut(ceil(m / NARROW.COLUMNS) * NARROW.COLUMNS, n, k, multiprocessors)
+
+
+@lru_cache(maxsize=4096)
+def _cut(m: int, n: int, k: int, multiprocessors: int) -> Cut:
     tiles = (NARROW,) if m <= NARROW.COLUMNS else (MIDDLE,) if m <= MIDDLE.COLUMNS else (MIDDLE, WIDE)
     found = [each for tile in tiles for each in _cuts(tile, m, n, k)]
     return min(found, key=lambda each: _clocks(each, m, n, multiprocessors))

@@ -273,7 +273,7 @@ def fit(config: Config, m: int, arch: str) -> Config:
 
 
 def parameters(weight: PackedWeight, quads: bool) -> _Problem:
-    """The kernel's argument, but for what `launch.set_call` fills in. quads: as in `bind`."""
+    """The kernel's argument, but for what `launch.call_fields` are. quads: as in `bind`."""
     parts, (n, k) = weight.parts, weight.shape
     result = _Problem(codes=weight.codes.data_ptr(), n=n, k=k, group=weight.format.blocksize, x_in_quads=quads)
     result.code_bytes = weight.codes.numel() * weight.codes.element_size()

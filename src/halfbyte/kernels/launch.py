@@ -126,17 +126,7 @@ class Launch:
         it waits for that one: the weight has stayed as it was. fields: others of the last argument that a call brings;
         they stay, so that such a launch is no one's who does not. Raises RuntimeError where the driver refuses.
         """
-        config = self.record.config
-        with self._lock:  # the driver copies the arguments before it returns
-            set_call(self._call, x, bias, out)
-            for name, value in (fields or {}).items():
-                setattr(self._call, name, value)
-            config.stream, config.count = stream, int(early and self._early)
-            error = driver().cuLaunchKernelEx(
-                ctypes.byref(config), ctypes.c_void_p(self.record.function), self._pointers, None
-            )
-        if error:
-            self.failed(error)
+        self.start(stream, early=early, **call_fields(x, bias, out), **(fields or {}))
 
     def start(self, stream: int, blocks: int | None = None, early: bool = False, **fields: Any) -> None:
         """Launch it with these fields of its last argument, of `CALL_FIELDS` and others; those not named stay.
@@ -164,10 +154,12 @@ class Launch:
         raise RuntimeError(f"{self.name}: launch failed with {CUresult(error).name}")
 
 
-def set_call(call: Any, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Fill in the `CALL_FIELDS` of a kernel's argument; see `Launch`."""
-    call.x, call.out, call.m, call.x_stride = x.data_ptr(), out.data_ptr(), x.shape[0], x.stride(0)
-    call.bias, call.bias_is_fp32 = (None, 0) if bias is None else (bias.data_ptr(), bias.dtype == torch.float32)
+def call_fields(x: Tensor, bias: Tensor | None, out: Tensor) -> dict[str, Any]:
+    """The `CALL_FIELDS` of a kernel's argument; see `Launch`."""
+    fields = {"x": x.data_ptr(), "out": out.data_ptr(), "m": x.shape[0], "x_stride": x.stride(0)}
+    if bias is None:
+        return fields | {"bias": None, "bias_is_fp32": 0}
+    return fields | {"bias": bias.data_ptr(), "bias_is_fp32": int(bias.dtype == torch.float32)}
 
 
 def part(matrix: Tensor, rows: slice) -> Tensor:

@@ -186,7 +186,7 @@ bool settled(Weight* weight, void* stream) {
   return false;
 }
 
-// What a call brings to a kernel; see launch.set_call.
+// What a call brings to a kernel; see launch.call_fields.
 struct Operands {
   void *x, *bias, *out;
   int64_t stride;
