@@ -75,9 +75,20 @@ def run(
 
 
 def ended(pids: Path) -> bool:
-    """Whether the process noted there is no more, or is but not yet waited for."""
-    state = Path(f"/proc/{int(pids.read_text())}/stat")
-    return not state.exists() or state.read_text().split()[2] == "Z"
+    """Whether the process noted there is no more, or is but not yet waited for.
+
+    A killed process closes its pipes, which ends the waiting for it, a moment before it ends.
+    """
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{int(pids.read_text())}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if state.rpartition(")")[2].split()[0] == "Z":
+            return True
+        time.sleep(0.01)
+    return False
 
 
 def test_every_cuda_kernel_is_examined_in_each_kind_of_format(sanitize: ModuleType) -> None:
