@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from halfbyte import reference
 from halfbyte.formats import PackedWeight, get_format, quantize
-from halfbyte.kernels import Problem, cpu_linear
+from halfbyte.kernels import Problem, cpu_linear, registry
 from halfbyte.kernels.cpu import Library, library
 from halfbyte.kernels.cpu_linear import multiply, weight_struct
 from halfbyte.plan import plan
@@ -202,11 +203,36 @@ def test_many_rows(key: str, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     n, k = (120, 768) if key != "fp4-64" else (119, 333)
     weight = random_weight(key, n, k, seeded(13))
     for dtype in DTYPES:
-        x = strided(70, k, dtype, seeded(14))
-        bias = torch.randn(n, generator=seeded(15)).to(dtype)
-        for given in (None, bias):
-            out = call(isa, x, weight, given)
-            reference.assert_within_contract(out, reference.linear(x, weight, given), f"{key} {isa} {dtype}")
+        for m in (70, 128, 141):  # of AMX: tiles to fill up, a whole call, two
+            x = strided(m, k, dtype, seeded(14))
+            bias = torch.randn(n, generator=seeded(15)).to(dtype)
+            for given in (None, bias):
+                out = call(isa, x, weight, given)
+                reference.assert_within_contract(out, reference.linear(x, weight, given), f"{key} {isa} {dtype} {m}")
+
+
+@pytest.mark.skipif("amx" not in ISAS, reason="this processor has no AMX")
+@pytest.mark.parametrize("key", ["nf4-64-nested", "q4_1", "nvfp4"])  # tiles do not serve blocks of 16
+def test_few_rows_go_over_amx_only_where_their_bits_may_depend_on_their_number(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = random_weight(key, 250, 1024, seeded(31))
+    direct, taken = cpu_linear._multiply_direct, dict[int, str]()
+
+    def noted(loaded: Library, isa: int, x: Tensor, *rest: Any) -> None:
+        taken[x.shape[0]] = loaded.compiled[isa]
+        direct(loaded, isa, x, *rest)
+
+    monkeypatch.setattr(cpu_linear, "_multiply_direct", noted)
+    for invariant in (True, False):
+        monkeypatch.setattr(registry, "BATCH_INVARIANT", invariant)
+        taken.clear()
+        for m in (1, 4, 5, 33, 64, 100):
+            x = torch.randn(m, 1024, generator=seeded(m)).bfloat16()
+            reference.assert_within_contract(call("avx512", x, weight), reference.linear(x, weight), f"{key} {m}")
+        few, many = ("avx512", "avx512" if invariant or key == "nvfp4" else "amx")
+        expected = {1: few, 4: few, 5: many, 33: many, 64: many, 100: "amx"}
+        assert taken == {m: isa for m, isa in expected.items() if m <= 64 or key != "nvfp4"}
 
 
 @pytest.mark.parametrize("isa", ISAS)

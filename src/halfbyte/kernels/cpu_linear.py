@@ -1,7 +1,8 @@
 """y = x Wᵀ straight from packed bytes on a CPU: the C++ kernels of cpu/, one multiply up to M = 64.
 
-Beyond that bf16 goes 64 rows at a time over AMX where the processor has it, up to M = 512; else the library decodes
-tiles of rows, fast, and torch multiplies them. The dense matrix is never whole.
+Beyond that bf16 goes 128 rows at a time over AMX where the processor has it (from M = 5 on where
+HALFBYTE_BATCH_INVARIANT=0 allows it); else the library decodes tiles of rows, fast, and torch multiplies them. The
+dense matrix is never whole.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ..formats.codecs import (
     NestedScale,
     RecordHalf,
 )
+from . import registry
 from .adapters import DTYPE_NUMBERS, expand_on_cpu
 from .cpu import Library, library
 from .cpu.loading import CallStruct, WeightStruct
@@ -30,7 +32,8 @@ from .registry import DTYPES, Expand, Kernel, Problem, register
 
 DIRECT_M = 64  # rows of x that the kernels multiply themselves
 TILE_VALUES = 1 << 22  # decoded values held at once beyond that
-AMX_M = 512  # rows up to which AMX, which decodes for every 64, is faster than tiles decoded once and torch
+AMX_M = 128  # rows of x that AMX multiplies from one decode
+AMX_LEAST_M = 5  # rows from which AMX is faster than AVX-512, where a row's bits may depend on their number
 AMX_FROM = ("avx512vnni", "avx512", "amx")  # the instruction sets that leave many rows to AMX
 CACHED_WEIGHTS = 4096
 
@@ -70,14 +73,14 @@ def multiply(
     if m == 0:
         return
     threads = threads or torch.get_num_threads()
-    if m <= DIRECT_M:
-        _multiply_direct(loaded, isa, x, weight, bias, out, threads)
-    elif _takes_amx(loaded, isa, x, weight):
-        step = -(-m // -(-m // DIRECT_M) // 16) * 16  # even shares, in whole tiles of 16 rows
+    if m >= (DIRECT_M + 1 if registry.BATCH_INVARIANT else AMX_LEAST_M) and _takes_amx(loaded, isa, x, weight):
+        step = -(-m // -(-m // AMX_M) // 16) * 16  # even shares, in whole tiles of 16 rows
         for start in range(0, m, step):
             rows = slice(start, start + step)
             mine = bias if bias is None or bias.dim() == 1 else bias[rows]
             _multiply_direct(loaded, loaded.isas["amx"], x[rows], weight, mine, out[rows], threads)
+    elif m <= DIRECT_M:
+        _multiply_direct(loaded, isa, x, weight, bias, out, threads)
     else:
         _multiply_tiles(loaded, isa, x, weight, bias, out, threads)
 
@@ -85,7 +88,7 @@ def multiply(
 def _multiply_direct(
     loaded: Library, isa: int, x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, threads: int
 ) -> None:
-    """M up to DIRECT_M: one call of the library."""
+    """One call of the library."""
     m = x.shape[0]
     call = CallStruct(
         x.data_ptr(),
@@ -188,11 +191,10 @@ def _set_offset(struct: WeightStruct, format: BlockFormat) -> None:
 
 
 def _takes_amx(loaded: Library, isa: int, x: Tensor, weight: PackedWeight) -> bool:
-    """Whether many rows of bf16 go over AMX: on the AVX-512 kernels, for what tiles.hpp serves."""
+    """Whether many rows of bf16 can go over AMX: on the AVX-512 kernels, for what tiles.hpp serves."""
     tiles = isinstance(weight.format.layout, RecordLayout) and weight.format.blocksize % 32 == 0
     return (
         tiles
-        and x.shape[0] <= AMX_M
         and x.dtype == torch.bfloat16
         and weight.shape[1] % 32 == 0
         and "amx" in loaded.isas
@@ -306,6 +308,6 @@ register(
         cost=cost,
         run=run,
         run_adapters=run_adapters,
-        batch_invariant_to=DIRECT_M,
+        batch_invariant_to=DIRECT_M if registry.BATCH_INVARIANT else AMX_LEAST_M - 1,
     )
 )

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..formats import BlockFormat, PackedWeight
 from .launch import Launch
 
-# whether a row's bits must not depend on the other rows, up to 64; a process may give that up for speed
+# whether a row's bits must not depend on how many rows there are, up to 64; a process may give that up for speed
 BATCH_INVARIANT = os.environ.get("HALFBYTE_BATCH_INVARIANT", "1") != "0"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DTYPE_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -18,15 +18,11 @@ void prepare(const Job &job, int64_t row, float *scratch) {
         avx512_isa.prepare(job, row, scratch);
 }
 
-void run(const Job &job, int64_t task, float *scratch) {
-    if (job.path != TILES) return avx512_isa.run(job, task, scratch);
-    Job narrow = job;
-    narrow.panel = HB_ISA::PANEL_ROWS;
-    const int64_t panels = job.panel / narrow.panel, all = (job.weight->n + narrow.panel - 1) / narrow.panel;
-    const int64_t end = (task + 1) * panels < all ? (task + 1) * panels : all;
-    for (int64_t panel = task * panels; panel < end; ++panel)
-        HB_ISA::TilePanel(narrow, panel, scratch).run(panel + 1 < end);
-    HB_ISA::run_special(job, task, scratch);  // an infinity times two terms of opposite sign is NaN
+void run(const Job &job, int64_t task, int64_t next, float *scratch) {
+    if (job.path == TILES)
+        HB_ISA::run_tiles(job, task, next, scratch);
+    else
+        avx512_isa.run(job, task, next, scratch);
 }
 
 void decode(const HbWeight &weight, int64_t row, int64_t rows, void *out, int64_t stride, bool split, float *scratch) {

@@ -63,7 +63,7 @@ const Isa *const isas[] = {
     &avx512vnni_isa,  // rounds x: within the contract by its norms, but an output beside a large x may lose digits
 #endif
 #if defined(HB_AMX)
-    &amx_isa,  // one row of x takes twice as long as on AVX-512
+    &amx_isa,  // slower for one row of x than AVX-512, faster from five on, and one of them must serve all
 #endif
 };
 constexpr int COUNT = sizeof isas / sizeof isas[0];
@@ -75,15 +75,15 @@ struct Call {
     Job job;
 };
 
-void prepare_row(void *context, int64_t row) {
+void prepare_row(void *context, int64_t row, int64_t) {
     const auto &call = *static_cast<Call *>(context);
     const int64_t floats = (call.job.weight->k + 127) / 128 * 128;
-    call.isa->prepare(call.job, row, thread_floats(1, floats));
+    call.isa->prepare(call.job, row, thread_floats(1, 2 * floats));
 }
 
-void run_task(void *context, int64_t task) {
+void run_task(void *context, int64_t task, int64_t next) {
     const auto &call = *static_cast<Call *>(context);
-    call.isa->run(call.job, task, thread_floats(1, call.job.scratch_floats));
+    call.isa->run(call.job, task, next, thread_floats(1, call.job.scratch_floats));
 }
 
 }  // namespace
@@ -137,7 +137,7 @@ struct Decode {
     bool split;
 };
 
-void decode_task(void *context, int64_t task) {
+void decode_task(void *context, int64_t task, int64_t) {
     const auto &d = *static_cast<Decode *>(context);
     const int64_t from = task * d.step, rows = d.rows - from < d.step ? d.rows - from : d.step;
     auto *out = static_cast<char *>(d.out) + from * d.stride * (d.split ? 2 : 4);
@@ -195,13 +195,13 @@ struct Shrinking {
     const ShrinkTask *tasks;
 };
 
-void widen_task(void *context, int64_t i) {
+void widen_task(void *context, int64_t i, int64_t) {
     const auto &c = *static_cast<Shrinking *>(context);
     const int64_t row = c.job.rows[c.job.first + i];
     c.job.factor[i] = c.isa->widen(*c.job.shrink, row, c.job.padded, c.job.x + i * c.job.padded);
 }
 
-void shrink_task(void *context, int64_t i) {
+void shrink_task(void *context, int64_t i, int64_t) {
     const auto &c = *static_cast<Shrinking *>(context);
     const ShrinkTask &task = c.tasks[i];
     c.isa->shrink(c.job, task.segment, task.from, task.to, thread_floats(1, c.job.padded));
@@ -213,7 +213,7 @@ struct Expanding {
     int64_t floats;
 };
 
-void expand_task(void *context, int64_t i) {
+void expand_task(void *context, int64_t i, int64_t) {
     const auto &c = *static_cast<Expanding *>(context);
     c.isa->expand(c.job, i, thread_floats(1, c.floats));
 }

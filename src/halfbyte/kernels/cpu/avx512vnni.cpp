@@ -18,9 +18,9 @@ void prepare(const Job &job, int64_t row, float *scratch) {
         avx512_isa.prepare(job, row, scratch);
 }
 
-void run(const Job &job, int64_t task, float *scratch) {
-    if (job.path != INTEGERS) return avx512_isa.run(job, task, scratch);
-    HB_ISA::Panel(job, task, scratch, HB_ISA::integer_span_for).run();
+void run(const Job &job, int64_t task, int64_t next, float *scratch) {
+    if (job.path != INTEGERS) return avx512_isa.run(job, task, next, scratch);
+    HB_ISA::Panel(job, task, scratch, HB_ISA::integer_span_for, next).run();
     HB_ISA::run_special(job, task, scratch);  // integers know no infinity
 }
 

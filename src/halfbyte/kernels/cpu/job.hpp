@@ -55,8 +55,9 @@ struct Adapters {
 struct Isa {
     const char *name;
     void (*plan)(Job &job);                                      // path, panel, tasks and sizes
-    void (*prepare)(const Job &job, int64_t row, float *scratch);  // one row of x, padding rows included
-    void (*run)(const Job &job, int64_t task, float *scratch);
+    // One row of x, padding rows included; scratch for two of k rounded up to 128.
+    void (*prepare)(const Job &job, int64_t row, float *scratch);
+    void (*run)(const Job &job, int64_t task, int64_t next, float *scratch);  // next: to prefetch, or -1
     // Rows of the true values, [rows, k]: fp32, or two bf16 terms side by side, [rows, 2k].
     void (*decode)(const HbWeight &weight, int64_t row, int64_t rows, void *out, int64_t stride, bool split,
                    float *scratch);

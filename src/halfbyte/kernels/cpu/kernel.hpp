@@ -70,8 +70,8 @@ inline void run_special(const Job &job, int64_t task, float *scratch) {
     }
 }
 
-inline void run(const Job &job, int64_t task, float *scratch) {
-    if (job.path == UNITS) Panel(job, task, scratch, span_for).run();
+inline void run(const Job &job, int64_t task, int64_t next, float *scratch) {
+    if (job.path == UNITS) Panel(job, task, scratch, span_for, next).run();
     if (job.path == COLUMNS) run_strip(job, task, scratch);
     if (job.path == ROWS) run_rows(job, task, scratch);
     if (job.weight->offset_kind != HB_NO_OFFSET && job.path != ROWS) run_special(job, task, scratch);

@@ -24,9 +24,11 @@ struct Panel {
     uint8_t *staged;
     Row rows[64];
     int staged_from;                // rows from here on have their last unit staged
+    int64_t next;                   // the panel that this thread computes after this one, or -1
 
-    Panel(const Job &job, int64_t task, float *scratch, SpanFn (*span_of_call)(const HbWeight &, int, int))
-        : job(job), span_of_call(span_of_call), first(task * job.panel) {
+    Panel(const Job &job, int64_t task, float *scratch, SpanFn (*span_of_call)(const HbWeight &, int, int),
+          int64_t next = -1)
+        : job(job), span_of_call(span_of_call), first(task * job.panel), next(next) {
         count = smaller(job.panel, job.weight->n - first);
         rounded = ceil_div(count, 4) * 4;
         const bool has_offset = job.weight->offset_kind != HB_NO_OFFSET;
@@ -60,9 +62,14 @@ struct Panel {
         }
     }
 
+    // The weight's row at place r of the panel, or, past its end, of the one that comes next.
+    int64_t row_after(int64_t r) const {
+        return next < 0 || r < job.panel ? first + r : next * job.panel + r - job.panel;
+    }
+
     void read_scales_of(int64_t r, int64_t set) {
         const int64_t stride = scale_stride(job);
-        prefetch_scales(first + r + 2 * set, set);
+        prefetch_scales(row_after(r + 2 * set), set);
         for (int64_t i = r; i < r + set; ++i) {
             float *scale = scales + i * stride, *offset = offsets + i * stride;
             const int64_t row = first + smaller(i, count - 1);
@@ -116,13 +123,13 @@ struct Panel {
         const int64_t tile = fit / 2 * 2 + (fit & 1 && m == 1);
         units.x = job.x + start * job.units * job.stride;
         // the same place in the next set of rows, or further where rows are short: these lines come next but one
-        const int64_t set_bytes = set * w.k / w.elements * w.record_bytes;
-        units.ahead = ceil_div(AHEAD, set_bytes) * set_bytes;
+        const int64_t row_bytes = w.k / w.elements * w.record_bytes, ahead = ceil_div(AHEAD, set * row_bytes) * set;
         std::memset(sums, 0, rounded * m * Simd::LANES * 4);
         for (int64_t begin = 0; begin < job.units; begin += tile)
             for (int64_t r = 0; r < rounded; r += set) {
                 if (start == 0 && begin == 0) read_scales_of(r, set);
                 const int64_t end = smaller(begin + tile, job.units);
+                units.ahead = ((tile < job.units ? first + r + ahead : row_after(r + ahead)) - first - r) * row_bytes;
                 run_set(span, units, r, set, begin, end, sums + r * m * Simd::LANES);
             }
         finish(start, m, sums);

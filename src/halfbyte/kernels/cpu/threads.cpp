@@ -15,8 +15,8 @@ std::atomic<GompParallel> gomp_parallel{nullptr};
 struct Tickets {
     std::atomic<int64_t> next{0};
     std::atomic<bool> failed{false};
-    int64_t count;
-    void (*work)(void *, int64_t);
+    int64_t count, plenty;
+    void (*work)(void *, int64_t, int64_t);
     void *context;
 };
 
@@ -24,10 +24,13 @@ struct Tickets {
 void take(void *data) {
     auto &tickets = *static_cast<Tickets *>(data);
     try {
-        for (;;) {
-            const int64_t i = tickets.next.fetch_add(1, std::memory_order_relaxed);
-            if (i >= tickets.count) return;
-            tickets.work(tickets.context, i);
+        const auto draw = [&] { return tickets.next.fetch_add(1, std::memory_order_relaxed); };
+        for (int64_t i = draw(); i < tickets.count;) {
+            // a ticket taken ahead of its turn says what to prefetch; near the end it would keep work from idle threads
+            const bool early = i + tickets.plenty < tickets.count;
+            const int64_t next = early ? draw() : -1;
+            tickets.work(tickets.context, i, next < tickets.count ? next : -1);
+            i = early ? next : draw();
         }
     } catch (...) {
         tickets.failed = true;
@@ -63,9 +66,10 @@ float *thread_floats(int slot, int64_t count) {
     return buffers[slot].get(count);
 }
 
-void parallel(int threads, int64_t count, void (*work)(void *, int64_t), void *context) {
+void parallel(int threads, int64_t count, void (*work)(void *, int64_t, int64_t), void *context) {
     Tickets tickets;
     tickets.count = count;
+    tickets.plenty = 4 * threads;
     tickets.work = work;
     tickets.context = context;
     if (threads > count) threads = int(count);

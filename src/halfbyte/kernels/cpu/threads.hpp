@@ -4,8 +4,9 @@
 
 namespace halfbyte {
 
-// Calls work(context, i) for each i in [0, count), on up to `threads` threads, and returns when all are done.
-void parallel(int threads, int64_t count, void (*work)(void *context, int64_t i), void *context);
+// Calls work(context, i, next) for each i in [0, count), on up to `threads` threads, and returns when all are done.
+// Next: what this thread is going to do after i, or -1 where that is not yet known.
+void parallel(int threads, int64_t count, void (*work)(void *context, int64_t i, int64_t next), void *context);
 
 // libgomp's entry point, found by the caller in the process; null for threads of our own.
 void set_gomp(void *gomp_parallel);

@@ -28,10 +28,14 @@ struct Units {
     Simd::Table table;
 };
 
+template <Loader LOADER> HB_INLINE int64_t unit_place(int64_t unit, int64_t record_bytes) {
+    if constexpr (LOADER == BYTES) return unit * 64;
+    if constexpr (LOADER == QUARTERS) return unit * 4 * record_bytes;
+    return (unit >> 1) * record_bytes + (unit & 1) * 64;
+}
+
 template <Loader LOADER> HB_INLINE const uint8_t *unit_at(const uint8_t *codes, int64_t unit, int64_t record_bytes) {
-    if constexpr (LOADER == BYTES) return codes + unit * 64;
-    if constexpr (LOADER == QUARTERS) return codes + unit * 4 * record_bytes;
-    return codes + (unit >> 1) * record_bytes + (unit & 1) * 64;
+    return codes + unit_place<LOADER>(unit, record_bytes);
 }
 
 template <Loader LOADER> HB_INLINE Simd::Codes load_codes(const uint8_t *at, int64_t record_bytes) {
