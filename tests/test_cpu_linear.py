@@ -224,15 +224,19 @@ def test_few_rows_go_over_amx_only_where_their_bits_may_depend_on_their_number(
         direct(loaded, isa, x, *rest)
 
     monkeypatch.setattr(cpu_linear, "_multiply_direct", noted)
+    monkeypatch.setattr(loaded(), "isa", loaded().isas["avx512"])
     for invariant in (True, False):
         monkeypatch.setattr(registry, "BATCH_INVARIANT", invariant)
         taken.clear()
         for m in (1, 4, 5, 33, 64, 100):
             x = torch.randn(m, 1024, generator=seeded(m)).bfloat16()
             reference.assert_within_contract(call("avx512", x, weight), reference.linear(x, weight), f"{key} {m}")
-        few, many = ("avx512", "avx512" if invariant or key == "nvfp4" else "amx")
+        few, many = "avx512", ("avx512" if invariant or key == "nvfp4" else "amx")
         expected = {1: few, 4: few, 5: many, 33: many, 64: many, 100: "amx"}
         assert taken == {m: isa for m, isa in expected.items() if m <= 64 or key != "nvfp4"}
+        for m, isa in taken.items():
+            problem = Problem(weight.format, torch.bfloat16, m, 250, 1024, "cpu")
+            assert cpu_linear.instruction_set(problem) == isa
 
 
 @pytest.mark.parametrize("isa", ISAS)

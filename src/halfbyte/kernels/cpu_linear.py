@@ -52,7 +52,8 @@ def run_adapters(x: Tensor, weight: PackedWeight, bias: Tensor | None, expand: E
     rows = expand_on_cpu(loaded, loaded.isa, expand, bias, out.shape[1])
     multiply(loaded, loaded.isa, x, weight, rows, out)
     index = expand.index
-    if index is None or x.shape[0] <= DIRECT_M or _takes_amx(loaded, loaded.isa, x, weight) or not _splits(x):
+    m, k = x.shape
+    if index is None or m <= DIRECT_M or _takes_amx(loaded, loaded.isa, m, x.dtype, weight.format, k) or not _splits(x):
         return
     plain = index < 0
     if bool(plain.any()):  # their bits are those of the other way to multiply many rows
@@ -73,7 +74,7 @@ def multiply(
     if m == 0:
         return
     threads = threads or torch.get_num_threads()
-    if m >= (DIRECT_M + 1 if registry.BATCH_INVARIANT else AMX_LEAST_M) and _takes_amx(loaded, isa, x, weight):
+    if _takes_amx(loaded, isa, m, x.dtype, weight.format, weight.shape[1]):
         step = -(-m // -(-m // AMX_M) // 16) * 16  # even shares, in whole tiles of 16 rows
         for start in range(0, m, step):
             rows = slice(start, start + step)
@@ -190,16 +191,25 @@ def _set_offset(struct: WeightStruct, format: BlockFormat) -> None:
         raise TypeError(f"{format.key}: the CPU kernels do not know the offset {type(offset).__name__}")
 
 
-def _takes_amx(loaded: Library, isa: int, x: Tensor, weight: PackedWeight) -> bool:
-    """Whether many rows of bf16 can go over AMX: on the AVX-512 kernels, for what tiles.hpp serves."""
-    tiles = isinstance(weight.format.layout, RecordLayout) and weight.format.blocksize % 32 == 0
+def _takes_amx(loaded: Library, isa: int, m: int, dtype: torch.dtype, format: BlockFormat, k: int) -> bool:
+    """Whether many rows of bf16 go over AMX: on the AVX-512 kernels, for what tiles.hpp serves."""
     return (
-        tiles
-        and x.dtype == torch.bfloat16
-        and weight.shape[1] % 32 == 0
+        m >= (DIRECT_M + 1 if registry.BATCH_INVARIANT else AMX_LEAST_M)
+        and dtype == torch.bfloat16
+        and isinstance(format.layout, RecordLayout)
+        and format.blocksize % 32 == 0
+        and k % 32 == 0
         and "amx" in loaded.isas
         and loaded.compiled[isa] in AMX_FROM
     )
+
+
+def instruction_set(problem: Problem) -> str:
+    """Name of the instruction set that multiplies a problem, as HALFBYTE_CPU_ISA calls it."""
+    loaded = library()
+    assert loaded is not None  # supports() said so
+    amx = _takes_amx(loaded, loaded.isa, problem.m, problem.dtype, problem.format, problem.k)
+    return "amx" if amx else loaded.isa_name
 
 
 def _multiply_tiles(

@@ -12,8 +12,7 @@ from torch import Tensor
 from .. import reference
 from ..device import arch_of, cache_bytes
 from ..formats import PackedWeight, quantize
-from ..kernels import Kernel, Problem
-from ..kernels.cpu import library
+from ..kernels import Problem, cpu_linear
 from ..kernels.registry import DTYPE_NAMES as DTYPE_NAMES
 from ..ops import linear
 from ..plan import plan
@@ -189,7 +188,7 @@ def _measure(
     dtype, device = DTYPE_NAMES[dtype_name], weight.device
     x = torch.randn(m, k, device=device).to(dtype)
     y = reference.linear(x, weight)
-    ours_name = _label(plan(Problem(weight.format, dtype, m, n, k, arch_of(device))).kernel)
+    ours_name = _label(Problem(weight.format, dtype, m, n, k, arch_of(device)))
 
     def failed(name: str, error: Exception) -> None:
         if name.startswith(OURS):
@@ -230,10 +229,10 @@ def _measure(
         )
 
 
-def _label(kernel: Kernel) -> str:
+def _label(problem: Problem) -> str:
     """A row's name of our kernel, with the instruction set of CPU kernels."""
-    loaded = library() if kernel.backend == "cpu" else None
-    return f"halfbyte {kernel.name}" + (f" {loaded.isa_name}" if loaded else "")
+    name = plan(problem).kernel.name
+    return f"halfbyte {name} {cpu_linear.instruction_set(problem)}" if name == "cpu_linear" else f"halfbyte {name}"
 
 
 def _call(layer: Layer, x: Tensor) -> CALL:
