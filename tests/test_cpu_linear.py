@@ -237,6 +237,9 @@ def test_few_rows_go_over_amx_only_where_their_bits_may_depend_on_their_number(
         for m, isa in taken.items():
             problem = Problem(weight.format, torch.bfloat16, m, 250, 1024, "cpu")
             assert cpu_linear.instruction_set(problem) == isa
+            told = "HALFBYTE_BATCH_INVARIANT=0 would let amx serve" in cpu_linear.describe(problem)
+            assert told == (isa == "avx512" and m >= 5 and key != "nvfp4")
+            assert cpu_linear.describe(problem).startswith(f"{isa}, ")
 
 
 @pytest.mark.parametrize("isa", ISAS)

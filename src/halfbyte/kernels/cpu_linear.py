@@ -40,15 +40,13 @@ CACHED_WEIGHTS = 4096
 
 def run(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor) -> None:
     """See registry.Run."""
-    loaded = library()
-    assert loaded is not None  # supports() said so
+    loaded = _loaded()
     multiply(loaded, loaded.isa, x, weight, bias, out)
 
 
 def run_adapters(x: Tensor, weight: PackedWeight, bias: Tensor | None, expand: Expand, out: Tensor) -> None:
     """See registry.RunAdapters: what adapters add is, with the bias, a bias of each row's own."""
-    loaded = library()
-    assert loaded is not None
+    loaded = _loaded()
     rows = expand_on_cpu(loaded, loaded.isa, expand, bias, out.shape[1])
     multiply(loaded, loaded.isa, x, weight, rows, out)
     index = expand.index
@@ -192,10 +190,15 @@ def _set_offset(struct: WeightStruct, format: BlockFormat) -> None:
 
 
 def _takes_amx(loaded: Library, isa: int, m: int, dtype: torch.dtype, format: BlockFormat, k: int) -> bool:
-    """Whether many rows of bf16 go over AMX: on the AVX-512 kernels, for what tiles.hpp serves."""
+    """Whether rows go over AMX: many, or from AMX_LEAST_M on where their bits may depend on their number."""
+    least = DIRECT_M + 1 if registry.BATCH_INVARIANT else AMX_LEAST_M
+    return m >= least and _amx_serves(loaded, isa, dtype, format, k)
+
+
+def _amx_serves(loaded: Library, isa: int, dtype: torch.dtype, format: BlockFormat, k: int) -> bool:
+    """Whether AMX can stand in for an instruction set: for the AVX-512 kernels, with what tiles.hpp knows."""
     return (
-        m >= (DIRECT_M + 1 if registry.BATCH_INVARIANT else AMX_LEAST_M)
-        and dtype == torch.bfloat16
+        dtype == torch.bfloat16
         and isinstance(format.layout, RecordLayout)
         and format.blocksize % 32 == 0
         and k % 32 == 0
@@ -206,10 +209,28 @@ def _takes_amx(loaded: Library, isa: int, m: int, dtype: torch.dtype, format: Bl
 
 def instruction_set(problem: Problem) -> str:
     """Name of the instruction set that multiplies a problem, as HALFBYTE_CPU_ISA calls it."""
-    loaded = library()
-    assert loaded is not None  # supports() said so
+    loaded = _loaded()
     amx = _takes_amx(loaded, loaded.isa, problem.m, problem.dtype, problem.format, problem.k)
     return "amx" if amx else loaded.isa_name
+
+
+def describe(problem: Problem) -> str:
+    """How a problem is multiplied here, in words."""
+    isa, loaded = instruction_set(problem), _loaded()
+    words = f"{isa}, {torch.get_num_threads()} threads"
+    if isa == "amx":
+        return words
+    if problem.m > DIRECT_M:
+        return f"{words}: tiles decoded by the library, multiplied by torch"
+    if problem.m >= AMX_LEAST_M and _amx_serves(loaded, loaded.isa, problem.dtype, problem.format, problem.k):
+        return f"{words}; HALFBYTE_BATCH_INVARIANT=0 would let amx serve M = {AMX_LEAST_M} to {DIRECT_M}, faster"
+    return words
+
+
+def _loaded() -> Library:
+    loaded = library()
+    assert loaded is not None  # supports() said so
+    return loaded
 
 
 def _multiply_tiles(
@@ -314,6 +335,7 @@ register(
         name="cpu_linear",
         backend="cpu",
         about="kernels from packed bytes: AVX-512, AVX2, NEON, portable C++; beyond M = 64 AMX, or tiles and torch",
+        describe=describe,
         supports=supports,
         cost=cost,
         run=run,
