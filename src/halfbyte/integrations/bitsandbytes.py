@@ -112,7 +112,8 @@ def enable() -> None:
     """Serve bitsandbytes' 4-bit operators in this process from now on. Does nothing where it is on already.
 
     It may come before or after models are built, run or compiled. Weights that bitsandbytes has repacked for its own
-    AVX-512 kernels are put back into the checkpoint's layout, so no forward pass may run in another thread meanwhile.
+    AVX-512 kernels are put back into the checkpoint's layout, so no forward pass may run in another thread meanwhile;
+    nor during `disable`.
 
     Raises ModuleNotFoundError without bitsandbytes, RuntimeError where bitsandbytes or torch is too old.
     """
@@ -123,7 +124,11 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Give the operators back to bitsandbytes, as they were. Does nothing where it is off already."""
+    """Give the operators back to bitsandbytes, as they were. Does nothing where it is off already.
+
+    No other thread may be calling them: torch (2.13) frees the implementation that is taken back even where a thread
+    has just looked it up, and such a call can end the process.
+    """
     global _active
     with _lock:
         if _active is not None:
