@@ -44,7 +44,7 @@ CALL_FIELDS = ("x", "bias", "out", "x_stride", "m", "bias_is_fp32")
 
 
 class Record(ctypes.Structure):
-    """A launch as shortcut.cpp reads it."""
+    """A launch as shortcut_calls.hpp reads it."""
 
     _fields_ = (
         ("config", _Config),

@@ -1,4 +1,4 @@
-// Layouts of others that shortcut.cpp reads: DLPack 1.x as dlpack.h has them, and the CUDA driver's.
+// Layouts of others that shortcut_calls.hpp reads: DLPack 1.x as dlpack.h has them, and the CUDA driver's.
 #pragma once
 
 #include <cstdint>
