@@ -9,12 +9,14 @@ usage: python benchmarks/engine.py make DIR [--layers 8] [--adapters 8] [--rank 
 loads), and LoRA adapters in DIR/adapters. `run` starts engines, named by arm and number of adapters, all at once, so
 that their minute of start-up is paid once; then one engine works at a time, in the order plain, halfbyte, halfbyte,
 plain for each number of users. What two runs of one arm differ by is the noise. The arm `beside` is halfbyte with
-vLLM's own LoRA kernels beside it, to see what folding adapters gains. `serve.py` asks whole servers instead.
+vLLM's own LoRA kernels beside it, to see what folding adapters gains. An arm with @2, as in halfbyte@2-0, is one on two
+tensor-parallel ranks, whose answers are compared with one rank's. `serve.py` asks whole servers instead.
 
 Every request decodes --tokens tokens after a prompt of 32, requests taking the adapters in turn; then comes the first
 token of a prompt of 2,048, and last, of engines with adapters, requests that use none, for --bare users. --profile:
-numbers of users for which a decode step's GPU time, by kernel, goes to FILE.profile.json beside the rows. --boot: the
-seconds that engines have to start; those that did not are left out.
+numbers of users for which a decode step's GPU time, by kernel, goes to FILE.profile.json beside the rows, and where the
+thread that launches them was meanwhile, in a run of its own. --boot: the seconds that engines have to start; those that
+did not are left out.
 
 Engines run as vLLM starts them, in a process beside the one that asks; what they are given for a quicker start, fewer
 sizes of CUDA graphs and a warm-up of the sampler's greedy kernels only, is the same for all arms.
@@ -39,14 +41,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from engine_profile import (
+    SAMPLED,
+    TRACED,
+    decode_steps,
+    describe,
+    shares,
+    start_trace,
+    start_watch,
+    stop_trace,
+    stop_watch,
+)
+
 PLAIN, OURS, BESIDE = "plain", "halfbyte", "beside"
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PROMPT = 32
 FIRST, FIRST_ROUNDS = 2048, 3  # tokens of the prompt whose first token is waited for, and how often A, B, B, A
 PROBES, PROBE_TOKENS = 16, 16  # requests whose answers are compared, and the answers' length
 SHORT = 8  # tokens of a run that is mostly its prompts
-TRACED = 16  # decode steps of a profile
-SAMPLER = "_gumbel_sample_kernel"  # vLLM's, once a step, for greedy requests too
 KV_BYTES = 4 << 30
 HIDDEN, MLP, HEADS, KV_HEADS, HEAD, VOCABULARY = 5120, 32768, 32, 8, 128, 32768
 
@@ -147,6 +159,7 @@ def serve_engine(model: Path, arm: str, adapters: int, users: int, answers: int,
     from vllm import LLM, SamplingParams
     from vllm.model_executor.models import registry
 
+    arm, ranks = ranks_of(arm)
     if arm != PLAIN:  # the engine's process is forked from this one
         from halfbyte.integrations import vllm_lora
         from halfbyte.integrations.vllm import register
@@ -160,10 +173,9 @@ def serve_engine(model: Path, arm: str, adapters: int, users: int, answers: int,
     imported = time.perf_counter()
     while not (model / "config.json").exists():
         time.sleep(0.2)
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"tensor_parallel_size": ranks}
     if adapters:
-        rank = json.loads((model / "adapters" / "0" / "adapter_config.json").read_text())["r"]
-        options = {"enable_lora": True, "max_loras": adapters, "max_lora_rank": rank}
+        options |= {"enable_lora": True, "max_loras": adapters, "max_lora_rank": shared_rank(model)}
     if not eager:
         options["compilation_config"] = {"cudagraph_capture_sizes": graph_sizes(users)}
     llm = LLM(
@@ -204,54 +216,6 @@ def read_counters(worker: Any) -> dict[str, Any]:
     return {"served": served, "passed": passed}
 
 
-def start_trace(worker: Any) -> None:
-    """Have the GPU's kernels recorded."""
-    from torch.profiler import ProfilerActivity, profile
-
-    worker.halfbyte_trace = profile(activities=[ProfilerActivity.CUDA])
-    worker.halfbyte_trace.__enter__()
-
-
-def stop_trace(worker: Any) -> list[list[Any]]:
-    """[name's beginning, start, end in microseconds] of what ran on the GPU since `start_trace`, in order of starts."""
-    from torch.autograd import DeviceType
-
-    trace = worker.__dict__.pop("halfbyte_trace")
-    trace.__exit__(None, None, None)
-    found = [event for event in trace.events() if event.device_type == DeviceType.CUDA]
-    return sorted(
-        ([each.name[:120], each.time_range.start, each.time_range.end] for each in found), key=lambda each: each[1]
-    )
-
-
-def decode_steps(kernels: Sequence[Sequence[Any]], steps: int) -> dict[str, Any]:
-    """What a decode step is made of: the mean of `steps` steps that have no prompts, by the kernel that ends each.
-
-    step_us: from step to step; covered_us: of that with a kernel at work; busy_us: the sum of all kernels' times.
-    Raises RuntimeError where there are not so many.
-    """
-    ends = [i for i, (name, _, _) in enumerate(kernels) if SAMPLER in name]
-    if len(ends) < steps + 2:
-        raise RuntimeError(f"{len(ends)} calls of {SAMPLER} in a trace, for {steps} steps")
-    first, last = ends[-steps - 2], ends[-2]  # the last step may be of fewer users
-    chosen = kernels[first + 1 : last + 1]
-    covered, latest = 0.0, kernels[first][2]
-    by_name: dict[str, list[float]] = {}
-    for name, start, end in chosen:
-        covered += max(0.0, end - max(start, latest))
-        latest = max(latest, end)
-        calls, us = by_name.get(name, (0, 0.0))
-        by_name[name] = [calls + 1, us + end - start]
-    listed = [{"kernel": name, "calls": n / steps, "us": us / steps} for name, (n, us) in by_name.items()]
-    listed.sort(key=lambda each: -each["us"])
-    return {
-        "step_us": (kernels[last][2] - kernels[first][2]) / steps,
-        "covered_us": covered / steps,
-        "busy_us": sum(each["us"] for each in listed),
-        "kernels": listed[:40],
-    }
-
-
 class Engine:
     """What a `run` asks of an engine."""
 
@@ -289,11 +253,14 @@ class Engine:
         return found
 
     def profile(self, users: int) -> dict[str, Any]:
-        """`decode_steps` of this many users."""
+        """`decode_steps` of this many users, and the host's `shares`."""
+        self.llm.collective_rpc(start_watch)
+        self._generate(users, SAMPLED, 1)
+        host = shares(self.llm.collective_rpc(stop_watch)[0])
         self.llm.collective_rpc(start_trace)
         self._generate(users, 2 * TRACED, 1)
         kernels = self.llm.collective_rpc(stop_trace)[0]
-        return {"users": users, **decode_steps(kernels, TRACED)}
+        return {"users": users, **decode_steps(kernels, TRACED), "host": host}
 
     def counters(self) -> dict[str, Any]:
         """See `read_counters`."""
@@ -331,7 +298,7 @@ class Child:
         words = [sys.executable, __file__, "engine", str(settings.model), "--arm", arm, "--adapters", str(adapters)]
         words += ["--users", str(max(settings.users)), "--answers", str(writer), *["--eager"] * settings.eager]
         environment = dict(os.environ)
-        environment["HALFBYTE_DISABLE"] = "1" if arm == PLAIN else "0"
+        environment["HALFBYTE_DISABLE"] = "1" if ranks_of(arm)[0] == PLAIN else "0"
         for name in ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR"):  # as on machines of their own
             environment[name] = f"/tmp/halfbyte-engine/{self.name}/{name.lower()}"
         with self.log.open("w") as log:
@@ -400,7 +367,11 @@ def run(settings: Settings) -> None:
         traces: list[Any] = []
         for users in settings.profile:
             for child in started:
-                traces.append((child.name, child.ask("profile", users=users)))
+                try:
+                    traces.append((child.name, child.ask("profile", users=users)))
+                except RuntimeError as error:
+                    print(error, flush=True)
+                    continue
                 settings.out.with_suffix(".profile.json").write_text(json.dumps(traces, indent=1))
                 print("\n".join(describe(*traces[-1])), flush=True)
     finally:
@@ -429,10 +400,11 @@ def measure(settings: Settings, pair: Mapping[str, Child], shared: Mapping[str, 
         users, prompt, tokens, adapted = (case[name] for name in ("users", "prompt", "tokens", "adapted"))
         short = timed(pair, rounds, {**case, "tokens": min(tokens, SHORT)})  # a warm-up, too
         seconds = timed(pair, rounds, case)
-        for arm, child in pair.items():
-            speeds = [users * tokens / each for each in seconds[arm]]
+        for name, child in pair.items():
+            arm, ranks = ranks_of(name)
+            speeds = [users * tokens / each for each in seconds[name]]
             middle = statistics.median(speeds)
-            compared = again if arm == PLAIN else answers[arm]
+            compared = again if name == PLAIN else answers[name]
             row = {
                 "suite": "serve",
                 **shared,
@@ -443,7 +415,7 @@ def measure(settings: Settings, pair: Mapping[str, Child], shared: Mapping[str, 
                 "adapters": child.adapters,
                 **({"adapters_in_use": 0} if child.adapters and not adapted else {}),
                 "rank": shared_rank(settings.model) if child.adapters else 0,
-                "engine": f"vllm {shared['vllm']} LLM",
+                "engine": f"vllm {shared['vllm']} LLM" + (f", {ranks} ranks" if ranks > 1 else ""),
                 "model": "24b-shapes",
                 "layers": json.loads((settings.model / "config.json").read_text())["num_hidden_layers"],
                 "users": users,
@@ -451,8 +423,8 @@ def measure(settings: Settings, pair: Mapping[str, Child], shared: Mapping[str, 
                 "new_tokens": tokens,
                 "tokens_per_s": middle,
                 "tpot_ms": users / middle * 1e3,
-                **({"step_ms": step_ms(seconds[arm], short[arm], tokens)} if tokens > SHORT else {}),
-                **({"ttft_ms": statistics.median(seconds[arm]) * 1e3} if tokens == 1 else {}),
+                **({"step_ms": step_ms(seconds[name], short[name], tokens)} if tokens > SHORT else {}),
+                **({"ttft_ms": statistics.median(seconds[name]) * 1e3} if tokens == 1 else {}),
                 "spread": (max(speeds) - min(speeds)) / middle,
                 "runs": speeds,
                 **(distance(answers[PLAIN], compared) if PLAIN in answers and compared else {}),
@@ -504,14 +476,6 @@ def distance(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]
     return {f"answers_{name}": value for name, value in asdict(of_runs(*runs)).items()}
 
 
-def describe(name: str, trace: Mapping[str, Any]) -> Iterator[str]:
-    """A trace for people."""
-    step, covered, busy = (trace[each] / 1e3 for each in ("step_us", "covered_us", "busy_us"))
-    yield f"{name}, {trace['users']} users: {step:.3f} ms a step, {covered:.3f} with a kernel at work, sum {busy:.3f}"
-    for each in trace["kernels"][:14]:
-        yield f"  {each['us']:8.1f} us  {each['calls']:5.1f} ×  {each['kernel'][:80]}"
-
-
 def about() -> dict[str, Any]:
     """Where and with what."""
     from importlib.metadata import version
@@ -528,6 +492,12 @@ def about() -> dict[str, Any]:
     return fields
 
 
+def ranks_of(name: str) -> tuple[str, int]:
+    """An arm, and its number of tensor-parallel ranks."""
+    arm, _, ranks = name.partition("@")
+    return arm, int(ranks or 1)
+
+
 def numbers(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
@@ -535,8 +505,8 @@ def numbers(text: str) -> list[int]:
 def engines(text: str) -> list[tuple[str, int]]:
     """Arms and numbers of adapters."""
     found = [word.rpartition("-") for word in text.split(",")]
-    if any(arm not in (PLAIN, OURS, BESIDE) for arm, _, _ in found):
-        raise ValueError(f"engines are named {PLAIN}-0, {OURS}-8 and the like, not {text}")
+    if any(ranks_of(arm)[0] not in (PLAIN, OURS, BESIDE) for arm, _, _ in found):
+        raise ValueError(f"engines are named {PLAIN}-0, {OURS}@2-8 and the like, not {text}")
     return [(arm, int(adapters)) for arm, _, adapters in found]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import select
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from torch.autograd import DeviceType
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import engine
+import engine_profile
 
 ABOUT = {"halfbyte": "1", "bitsandbytes": "2", "vllm": "3", "device": "none"}
 
@@ -122,12 +124,12 @@ def test_a_trace_holds_what_ran_on_the_gpu_in_order() -> None:
 
 
 def test_a_decode_step_is_told_from_prompts_and_gaps() -> None:
-    kernels = [["prompt", 0, 500], [engine.SAMPLER, 500, 505]]
+    kernels = [["prompt", 0, 500], [engine_profile.SAMPLER, 500, 505]]
     for i in range(6):
         start = 600 + 100 * i
         kernels += [["a", start, start + 40], ["b", start + 30, start + 60], ["a", start + 70, start + 80]]
-        kernels.append([f"void {engine.SAMPLER}<1>", start + 80, start + 85])
-    kernels += [["a", 1200, 1201], [engine.SAMPLER, 1300, 1301]]  # fewer users
+        kernels.append([f"void {engine_profile.SAMPLER}<1>", start + 80, start + 85])
+    kernels += [["a", 1200, 1201], [engine_profile.SAMPLER, 1300, 1301]]  # fewer users
     found = engine.decode_steps(kernels, 4)
     assert (found["step_us"], found["covered_us"], found["busy_us"]) == (100, 75, 85)
     assert [(each["kernel"][:1], each["calls"], each["us"]) for each in found["kernels"]] == [
@@ -139,6 +141,47 @@ def test_a_decode_step_is_told_from_prompts_and_gaps() -> None:
 
 def test_a_step_is_what_more_tokens_take() -> None:
     assert engine.step_ms([0.5, 0.52, 0.48], [0.26, 0.25, 0.3], 8 + 24) == pytest.approx(10.0)
+
+
+def test_the_host_is_watched_while_it_works() -> None:
+    worker = SimpleNamespace()
+    before = sys.getswitchinterval()
+    engine.start_watch(worker)
+
+    def busy() -> None:
+        end = time.perf_counter() + 0.3
+        while time.perf_counter() < end:
+            pass
+
+    busy()
+    found = engine.shares(engine.stop_watch(worker))
+    assert not vars(worker)
+    assert sys.getswitchinterval() == before
+    name = "test_vllm_engine.py:busy"
+    assert found["looks"] > 20
+    assert found["within"][name] > 0.9
+    assert found["itself"][name] > 0.9
+    caller = "test_vllm_engine.py:test_the_host_is_watched_while_it_works"
+    assert found["within"][caller] > 0.9
+    assert found["itself"].get(caller, 0.0) < 0.1
+
+
+def test_ranks_are_told_from_the_arm_and_have_rows_of_their_own(tmp_path: Path) -> None:
+    assert engine.engines("plain-0,halfbyte@2-8") == [("plain", 0), ("halfbyte@2", 8)]
+    with pytest.raises(ValueError, match="not other-0"):
+        engine.engines("other-0")
+    (tmp_path / "adapters" / "0").mkdir(parents=True)
+    (tmp_path / "adapters" / "0" / "adapter_config.json").write_text(json.dumps({"r": 16}))
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 8}))
+    settings = engine.Settings(tmp_path, tmp_path / "rows", [], [4], 32, 1, [], [], 10, False)
+    pair: Any = {
+        engine.PLAIN: FakeChild(engine.PLAIN, [2.0, 2.0], [1, 2, 3], []),
+        "halfbyte@2": FakeChild("halfbyte@2", [0.5, 0.5], [1, 5, 3], []),
+    }
+    plain, ours, *_ = engine.measure(settings, pair, ABOUT)
+    assert (plain["engine"], ours["engine"]) == ("vllm 3 LLM", "vllm 3 LLM, 2 ranks")
+    assert (ours["kernel"], ours["tokens_per_s"]) == ("halfbyte 1", 256.0)
+    assert (ours["answers_first"], ours["answers_differing"]) == (1, 1.0)
 
 
 ENGINE = """
@@ -176,8 +219,7 @@ def test_an_engine_that_is_late_costs_its_own_rows_only(
     rows = tmp_path / "rows.jsonl"
     engines = [(engine.OURS, 0), (engine.PLAIN, 0)]
     settings = engine.Settings(tmp_path, rows, engines, [1, 4], 32, 1, [4], [4], 2, False)
-    with pytest.raises(RuntimeError, match="cannot profile:\nno such thing"):
-        engine.run(settings)
+    engine.run(settings)
     found = [json.loads(line) for line in rows.read_text().splitlines()]
     assert [(row["kernel"], row["users"], row["new_tokens"]) for row in found] == [
         ("bitsandbytes 2", 1, 32),
@@ -185,6 +227,7 @@ def test_an_engine_that_is_late_costs_its_own_rows_only(
         ("bitsandbytes 2", 1, 1),
     ]
     shown = capsys.readouterr().out
+    assert "the engine plain-0 cannot profile:\nno such thing" in shown
     assert "halfbyte-0: did not start" in shown
     assert "plain-0: ready after 1 s" in shown
     for child in started:

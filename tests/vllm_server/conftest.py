@@ -1,7 +1,10 @@
 """A small model in bitsandbytes' NF4, two adapters, and what they answer in float64; and a vLLM to serve them.
 
 `make test-vllm` makes a virtual environment with vLLM and names its Python in HALFBYTE_VLLM; without, there is nothing
-to test. The checkpoint is made, and the answers are judged, in halfbyte's own environment.
+to test. The checkpoint is made, and the answers are judged, in halfbyte's own environment. On a machine with CUDA
+devices the servers use them:
+
+    HALFBYTE_VLLM=$(which python3) pytest tests/vllm_server/test_adapters.py tests/vllm_server/test_ranks.py
 """
 
 from __future__ import annotations

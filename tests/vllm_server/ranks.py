@@ -1,6 +1,8 @@
 """Run in vLLM's environment: a model on two tensor-parallel ranks. Prints JSON: completions, and each rank's weights.
 
-usage: ranks.py MODEL PROMPTS ADAPTER     PROMPTS: a JSON list of lists of token ids, asked with and without the adapter
+usage: ranks.py MODEL PROMPTS ADAPTER OPTIONS
+
+PROMPTS: a JSON list of lists of token ids, asked with and without the adapter. OPTIONS: JSON, more arguments for `LLM`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ def shares(worker: Any) -> dict[str, Any]:
         if hasattr(parameter, "bnb_quant_state"):
             (shard,) = layer_of(parameter, parameter.bnb_shard_offsets).shards
             states = parameter.bnb_quant_state  # in the order of the file
-            parts = shard.weight.packed.dequantize().split([states[i].shape[0] for i in range(len(states))])
+            parts = shard.weight.packed.dequantize().cpu().split([states[i].shape[0] for i in range(len(states))])
             layers[name.replace(".base_layer", "")] = [
                 hashlib.sha256(part.contiguous().numpy().tobytes()).hexdigest() for part in parts
             ]
@@ -33,14 +35,15 @@ def main() -> None:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
-    model, prompts, adapter = sys.argv[1], json.loads(sys.argv[2]), LoRARequest("a", 1, sys.argv[3])
+    model, prompts, adapter, options = sys.argv[1:]
+    lora = LoRARequest("a", 1, adapter)
     llm = LLM(
         model=model, dtype="bfloat16", max_model_len=128, max_num_seqs=8, max_num_batched_tokens=64,
-        tensor_parallel_size=2, enforce_eager=True, enable_lora=True, max_loras=1, max_lora_rank=8,
+        tensor_parallel_size=2, enable_lora=True, max_loras=1, max_lora_rank=8, **json.loads(options),
     )  # fmt: skip
     sampling = SamplingParams(temperature=0, max_tokens=16, logprobs=1, ignore_eos=True)
-    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-    chosen = [*(None for _ in asked), *(adapter for _ in asked)]
+    asked = [{"prompt_token_ids": prompt} for prompt in json.loads(prompts)]
+    chosen = [*(None for _ in asked), *(lora for _ in asked)]
     outputs = llm.generate(asked * 2, sampling, lora_request=chosen, use_tqdm=False)
     completions = []
     for output in outputs:

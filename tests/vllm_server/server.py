@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from vllm_process import Server
@@ -20,6 +22,9 @@ TOKENS = 16
 ARGUMENTS = (
     "--max-model-len", "128", "--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--shutdown-timeout", "20",
 )  # fmt: skip
+GPU = torch.cuda.is_available()
+if GPU:  # several servers share one; and a replayed graph's calls would not be counted
+    ARGUMENTS += ("--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(1 << 30), "--enforce-eager")
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -27,6 +32,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
+PATH = "HALFBYTE_VLLM_PATH"  # the PYTHONPATH of vLLM's Python, where it needs one
 DROPPED = ("PYTHONPATH", "VIRTUAL_ENV", "PROMETHEUS_MULTIPROC_DIR", "HALFBYTE_DISABLE", "HALFBYTE_BITSANDBYTES")
 
 
@@ -62,7 +68,8 @@ def metrics(server: Server) -> dict[str, float]:
 
 def clean_environment() -> dict[str, str]:
     """This process's, without what would reach into the other environment, plus ENVIRONMENT."""
-    return {key: value for key, value in os.environ.items() if key not in DROPPED} | ENVIRONMENT
+    kept = {key: value for key, value in os.environ.items() if key not in DROPPED}
+    return kept | ENVIRONMENT | ({"PYTHONPATH": os.environ[PATH]} if PATH in os.environ else {})
 
 
 def served(log: str) -> tuple[int, int]:
