@@ -61,6 +61,9 @@ _FORMATS = {
 
 _lock = threading.RLock()
 _active: _Switch | None = None
+# Every implementation that was ever put in place. torch frees one that is taken back, though another thread may have
+# looked it up and now wait for the interpreter's lock to enter it; it is not freed while a handle of it is held.
+_placed: list[Any] = []
 
 
 @dataclass(frozen=True)
@@ -112,8 +115,7 @@ def enable() -> None:
     """Serve bitsandbytes' 4-bit operators in this process from now on. Does nothing where it is on already.
 
     It may come before or after models are built, run or compiled. Weights that bitsandbytes has repacked for its own
-    AVX-512 kernels are put back into the checkpoint's layout, so no forward pass may run in another thread meanwhile;
-    nor during `disable`.
+    AVX-512 kernels are put back into the checkpoint's layout, so no forward pass may run in another thread meanwhile.
 
     Raises ModuleNotFoundError without bitsandbytes, RuntimeError where bitsandbytes or torch is too old.
     """
@@ -126,8 +128,7 @@ def enable() -> None:
 def disable() -> None:
     """Give the operators back to bitsandbytes, as they were. Does nothing where it is off already.
 
-    No other thread may be calling them: torch (2.13) frees the implementation that is taken back even where a thread
-    has just looked it up, and such a call can end the process.
+    Other threads may be calling them: each call is served by halfbyte or by bitsandbytes.
     """
     global _active
     with _lock:
@@ -273,10 +274,14 @@ class _Switch:
 
 
 def replace(library: Any, operator: str, key: str, implementation: Callable[..., Any]) -> None:
-    """Have the dispatcher call implementation(keyset, *arguments) for an operator on a device while `library` lasts."""
+    """Have the dispatcher call implementation(keyset, *arguments) for an operator on a device while `library` lasts.
+
+    It may end while other threads call the operator.
+    """
     with warnings.catch_warnings():  # torch warns that it overrides a kernel, which is the point
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
         library.impl(operator, implementation, key, with_keyset=True, allow_override=True)
+    _placed.append(torch.library.get_kernel(f"{library.ns}::{operator}", key))
 
 
 def put_back(module: Any) -> None:
