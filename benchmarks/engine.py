@@ -10,7 +10,8 @@ loads), and LoRA adapters in DIR/adapters. `run` starts engines, named by arm an
 that their minute of start-up is paid once; then one engine works at a time, in the order plain, halfbyte, halfbyte,
 plain for each number of users. What two runs of one arm differ by is the noise. The arm `beside` is halfbyte with
 vLLM's own LoRA kernels beside it, to see what folding adapters gains. An arm with @2, as in halfbyte@2-0, is one on two
-tensor-parallel ranks, whose answers are compared with one rank's. `serve.py` asks whole servers instead.
+tensor-parallel ranks. Answers are compared with those of plain on one rank, or else of the first engine that was named,
+which itself is asked twice. `serve.py` asks whole servers instead.
 
 Every request decodes --tokens tokens after a prompt of 32, requests taking the adapters in turn; then comes the first
 token of a prompt of 2,048, and last, of engines with adapters, requests that use none, for --bare users. --profile:
@@ -393,7 +394,8 @@ def wait_for(children: Sequence[Child], seconds: int) -> None:
 def measure(settings: Settings, pair: Mapping[str, Child], shared: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Rows of the arms that started, each case's as soon as it is done."""
     answers = {arm: child.ask("answers") for arm, child in pair.items()}
-    again = pair[PLAIN].ask("answers") if PLAIN in pair else None
+    first = PLAIN if PLAIN in pair else next(iter(pair))
+    again = pair[first].ask("answers")
     labels = {PLAIN: f"bitsandbytes {shared['bitsandbytes']}", OURS: f"halfbyte {shared['halfbyte']}"}
     labels[BESIDE] = f"{labels[OURS]}, adapters by vllm {shared['vllm']}"
     for rounds, case in cases(settings, any(child.adapters for child in pair.values())):
@@ -404,7 +406,7 @@ def measure(settings: Settings, pair: Mapping[str, Child], shared: Mapping[str, 
             arm, ranks = ranks_of(name)
             speeds = [users * tokens / each for each in seconds[name]]
             middle = statistics.median(speeds)
-            compared = again if name == PLAIN else answers[name]
+            compared = again if name == first else answers[name]
             row = {
                 "suite": "serve",
                 **shared,
@@ -427,7 +429,7 @@ def measure(settings: Settings, pair: Mapping[str, Child], shared: Mapping[str, 
                 **({"ttft_ms": statistics.median(seconds[name]) * 1e3} if tokens == 1 else {}),
                 "spread": (max(speeds) - min(speeds)) / middle,
                 "runs": speeds,
-                **(distance(answers[PLAIN], compared) if PLAIN in answers and compared else {}),
+                **(distance(answers[first], compared) if PLAIN in pair or len(pair) > 1 else {}),
                 "counters": None if arm == PLAIN else child.ask("counters"),
             }
             brief = f"{row['tokens_per_s']:.0f} tokens/s, {row['tpot_ms']:.3f} ms each, spread {row['spread']:.1%}"
