@@ -395,7 +395,7 @@ def measure(settings: Settings, pair: Mapping[str, Child], shared: Mapping[str, 
     """Rows of the arms that started, each case's as soon as it is done."""
     answers = {arm: child.ask("answers") for arm, child in pair.items()}
     first = PLAIN if PLAIN in pair else next(iter(pair))
-    again = pair[first].ask("answers")
+    again = pair[first].ask("answers") if len(pair) > 1 else None
     labels = {PLAIN: f"bitsandbytes {shared['bitsandbytes']}", OURS: f"halfbyte {shared['halfbyte']}"}
     labels[BESIDE] = f"{labels[OURS]}, adapters by vllm {shared['vllm']}"
     for rounds, case in cases(settings, any(child.adapters for child in pair.values())):
@@ -429,7 +429,7 @@ def measure(settings: Settings, pair: Mapping[str, Child], shared: Mapping[str, 
                 **({"ttft_ms": statistics.median(seconds[name]) * 1e3} if tokens == 1 else {}),
                 "spread": (max(speeds) - min(speeds)) / middle,
                 "runs": speeds,
-                **(distance(answers[first], compared) if PLAIN in pair or len(pair) > 1 else {}),
+                **(distance(answers[first], compared) if again and compared else {}),
                 "counters": None if arm == PLAIN else child.ask("counters"),
             }
             brief = f"{row['tokens_per_s']:.0f} tokens/s, {row['tpot_ms']:.3f} ms each, spread {row['spread']:.1%}"
