@@ -3,7 +3,7 @@
 usage: python benchmarks/engine.py make DIR [--layers 8] [--adapters 8] [--rank 16]
        python benchmarks/engine.py run DIR --out rows.jsonl [--engines plain-0,halfbyte-0,plain-8,halfbyte-8]
                                    [--users 1,16,32,64] [--tokens 128] [--rounds 1] [--bare 16] [--profile 16,64]
-                                   [--boot 400]
+                                   [--boot 400] [--lock FILE]
 
 `make` writes a Llama of random weights in the layer shapes of a 24B model (bf16; vLLM quantises it to NF4 while it
 loads), and LoRA adapters in DIR/adapters. `run` starts engines, named by arm and number of adapters, all at once, so
@@ -17,7 +17,7 @@ Every request decodes --tokens tokens after a prompt of 32, requests taking the 
 token of a prompt of 2,048, and last, of engines with adapters, requests that use none, for --bare users. --profile:
 numbers of users for which a decode step's GPU time, by kernel, goes to FILE.profile.json beside the rows, and where the
 thread that launches them was meanwhile, in a run of its own. --boot: the seconds that engines have to start; those that
-did not are left out.
+did not are left out. --lock: measure only while no other benchmark that was given this file does.
 
 Engines run as vLLM starts them, in a process beside the one that asks; what they are given for a quicker start, fewer
 sizes of CUDA graphs and a warm-up of the sampler's greedy kernels only, is the same for all arms.
@@ -37,7 +37,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ from engine_profile import (
     stop_trace,
     stop_watch,
 )
+from vllm_process import alone
 
 PLAIN, OURS, BESIDE = "plain", "halfbyte", "beside"
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -286,6 +287,7 @@ class Settings:
     profile: Sequence[int]
     boot: int
     eager: bool
+    lock: Path | None = None
 
 
 class Child:
@@ -353,9 +355,11 @@ def run(settings: Settings) -> None:
     settings.out.parent.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *arguments: sys.exit(143))
     children = [Child(settings, *each) for each in settings.engines]
-    try:
+    with ExitStack() as waits:
+        waits.callback(stop, children)
         wait_for(children, settings.boot)
         started = [each for each in children if each.ready is not None]
+        waits.enter_context(alone(settings.lock))
         shared = about()
         for adapters in dict.fromkeys(child.adapters for child in started):
             pair = {child.arm: child for child in started if child.adapters == adapters}
@@ -375,9 +379,12 @@ def run(settings: Settings) -> None:
                     continue
                 settings.out.with_suffix(".profile.json").write_text(json.dumps(traces, indent=1))
                 print("\n".join(describe(*traces[-1])), flush=True)
-    finally:
-        for child in children:
-            child.stop(5.0 if child.ready is not None else 0.0)
+
+
+def stop(children: Sequence[Child]) -> None:
+    """End all; those that started may take a while for it."""
+    for child in children:
+        child.stop(5.0 if child.ready is not None else 0.0)
 
 
 def wait_for(children: Sequence[Child], seconds: int) -> None:
@@ -521,6 +528,7 @@ def main() -> None:
     running = commands.add_parser("run")
     running.add_argument("--out", type=Path, required=True)
     running.add_argument("--engines", type=engines, default="plain-0,halfbyte-0,plain-8,halfbyte-8")
+    running.add_argument("--lock", type=Path)
     running.add_argument("--users", type=numbers, default=[1, 16, 32, 64])
     running.add_argument("--bare", type=numbers, default=[16])
     running.add_argument("--profile", type=numbers, default=[])

@@ -1,7 +1,7 @@
 """What halfbyte changes in a vLLM server, measured from outside with `vllm bench serve`, noise included.
 
 usage: python benchmarks/serve.py MODEL --out rows.jsonl [--users 1,16,32,64] [--adapters 0,1,8] [--adapter-dirs DIR]
-                                  [--rounds 1] [--prompt 128] [--tokens 128] [--together]
+                                  [--rounds 1] [--prompt 128] [--tokens 128] [--together] [--boot 600] [--lock FILE]
                                   [-- arguments for the server]
 
 Run it with the Python of vLLM's environment, where halfbyte is installed. For each number of adapters, servers are
@@ -13,6 +13,8 @@ of logprobs up to there, between the arms and between two runs of the plain one.
 
 --together: the servers of a number of adapters start at once and stay, and one at a time is asked, which spares waiting
 for them; the GPU must hold them all (-- --gpu-memory-utilization 0.1 --kv-cache-memory-bytes 4294967296).
+
+--boot: the seconds that a server has to start. --lock: wait until no other benchmark that was given this file measures, and keep it waiting from the start.
 
 --adapter-dirs: a folder with adapters in folders 0, 1, 2, … (PEFT's files). Rows: docs/serving.md.
 """
@@ -36,7 +38,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from vllm_process import NAME, Client, Server
+from vllm_process import NAME, Client, Server, alone
 
 PLAIN, OURS = "plain", "halfbyte"
 ORDER = (PLAIN, OURS, OURS, PLAIN)
@@ -65,7 +67,9 @@ class Settings:
     prompt: int = 128
     tokens: int = 128
     requests: int = 4  # for each user
+    boot: int = 600
     together: bool = False
+    lock: Path | None = None
     server: Sequence[str] = ()
 
     def check(self) -> None:
@@ -158,7 +162,7 @@ def measure(settings: Settings, adapters: int, runs: Sequence[Run], client: Clie
     with ExitStack() as stack:
         servers = [stack.enter_context(start(settings, adapters, run.arm, work / str(i))) for i, run in enumerate(runs)]
         for server in servers:
-            server.wait()
+            server.wait(settings.boot)
         for run, server in zip(runs, servers, strict=True):
             for i, prompt in enumerate(probes(settings.prompt)):
                 for model in (NAME, str(i % adapters)) if adapters else (NAME,):
@@ -335,9 +339,10 @@ def parse(words: Sequence[str]) -> tuple[Settings, Path]:
     parser.add_argument("--users", type=numbers, default=[1, 16, 32, 64])
     parser.add_argument("--adapters", type=numbers, default=[0, 1, 8])
     parser.add_argument("--adapter-dirs", type=Path)
-    for name, default in (("rounds", 1), ("prompt", 128), ("tokens", 128), ("requests", 4)):
+    for name, default in (("rounds", 1), ("prompt", 128), ("tokens", 128), ("requests", 4), ("boot", 600)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--together", action="store_true")
+    parser.add_argument("--lock", type=Path)
     given = vars(parser.parse_args(words))
     out = given.pop("out")
     for name in ("model", "adapter_dirs"):
@@ -363,7 +368,7 @@ def main() -> None:
         records.extend(new)
         print("\n".join(table(new).splitlines()[len(records) > len(new) :]), flush=True)
 
-    with tempfile.TemporaryDirectory(prefix="halfbyte-serve-") as folder:
+    with alone(settings.lock), tempfile.TemporaryDirectory(prefix="halfbyte-serve-") as folder:
         work = Path(folder)
         with Client(sys.executable, os.environ, work / "client.log") as client:
             for adapters in settings.adapters:

@@ -1,7 +1,11 @@
-"""vLLM's server and its `vllm bench serve` as processes: started, asked, stopped. Nothing here imports vLLM."""
+"""vLLM's server and its `vllm bench serve` as processes: started, asked, stopped. Nothing here imports vLLM.
+
+And `alone`, so that benchmarks which start side by side measure one after the other.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -10,14 +14,25 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 BOOT_S = 600.0
 STOP_S = 60.0
 NAME = "base"  # under which it serves the model itself
+
+
+@contextmanager
+def alone(lock: Path | None) -> Iterator[None]:
+    """Hold a file's lock for a block, having waited until nobody else does. None: neither."""
+    if lock is None:
+        yield
+        return
+    with lock.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 class Server:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import serve
-from vllm_process import Client, Server
+from vllm_process import Client, Server, alone
 
 ABOUT = {"device": "a GPU", "halfbyte": "0.1.0", "bitsandbytes": "0.50.2", "vllm": "0.32.0"}
 
@@ -270,3 +272,31 @@ def test_a_client_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.Monkey
         client.process.wait()
         with pytest.raises(RuntimeError, match="the process has ended"):
             client.run(["bench", "serve"])
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from vllm_process import alone
+with alone(Path(sys.argv[2])):
+    print("mine", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_benchmarks_with_one_lock_measure_one_after_the_other(tmp_path: Path) -> None:
+    lock, words = tmp_path / "lock", [sys.executable, "-c", HOLDER, str(Path(serve.__file__).parent)]
+    holders = []
+    for _ in range(2):
+        process = subprocess.Popen([*words, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        holders.append(process)
+        if len(holders) == 1:
+            assert process.stdout.readline() == "mine\n"
+    first, second = holders
+    assert not select.select([second.stdout], [], [], 1.0)[0]
+    first.communicate("\n")
+    assert second.stdout.readline() == "mine\n"
+    second.communicate("\n")
+    with alone(lock), alone(None):
+        pass
