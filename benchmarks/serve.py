@@ -14,7 +14,8 @@ of logprobs up to there, between the arms and between two runs of the plain one.
 --together: the servers of a number of adapters start at once and stay, and one at a time is asked, which spares waiting
 for them; the GPU must hold them all (-- --gpu-memory-utilization 0.1 --kv-cache-memory-bytes 4294967296).
 
---boot: the seconds that a server has to start. --lock: wait until no other benchmark that was given this file measures, and keep it waiting from the start.
+--boot: the seconds that a server has to start. --lock: wait until no other benchmark that was given this file measures,
+and keep it waiting from the start.
 
 --adapter-dirs: a folder with adapters in folders 0, 1, 2, … (PEFT's files). Rows: docs/serving.md.
 """
