@@ -9,7 +9,8 @@ usage: python benchmarks/engine.py make DIR [--layers 8] [--adapters 8] [--rank 
 loads), and LoRA adapters in DIR/adapters. `run` starts engines, named by arm and number of adapters, all at once, so
 that their minute of start-up is paid once; then one engine works at a time, in the order plain, halfbyte, halfbyte,
 plain for each number of users. What two runs of one arm differ by is the noise. The arm `beside` is halfbyte with
-vLLM's own LoRA kernels beside it, to see what folding adapters gains. An arm with @2, as in halfbyte@2-0, is one on two
+vLLM's own LoRA kernels beside it, to see what folding adapters gains, `variant` is halfbyte with
+HALFBYTE_BATCH_INVARIANT=0. An arm with @2, as in halfbyte@2-0, is one on two
 tensor-parallel ranks. Answers are compared with those of plain on one rank, or else of the first engine that was named,
 which itself is asked twice. `serve.py` asks whole servers instead.
 
@@ -55,7 +56,7 @@ from engine_profile import (
 )
 from vllm_process import alone
 
-PLAIN, OURS, BESIDE = "plain", "halfbyte", "beside"
+PLAIN, OURS, BESIDE, VARIANT = "plain", "halfbyte", "beside", "variant"
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PROMPT = 32
 FIRST, FIRST_ROUNDS = 2048, 3  # tokens of the prompt whose first token is waited for, and how often A, B, B, A
@@ -302,6 +303,7 @@ class Child:
         words += ["--users", str(max(settings.users)), "--answers", str(writer), *["--eager"] * settings.eager]
         environment = dict(os.environ)
         environment["HALFBYTE_DISABLE"] = "1" if ranks_of(arm)[0] == PLAIN else "0"
+        environment["HALFBYTE_BATCH_INVARIANT"] = "0" if ranks_of(arm)[0] == VARIANT else "1"
         for name in ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR"):  # as on machines of their own
             environment[name] = f"/tmp/halfbyte-engine/{self.name}/{name.lower()}"
         with self.log.open("w") as log:
@@ -404,7 +406,7 @@ def measure(settings: Settings, pair: Mapping[str, Child], shared: Mapping[str, 
     first = PLAIN if PLAIN in pair else next(iter(pair))
     again = pair[first].ask("answers") if len(pair) > 1 else None
     labels = {PLAIN: f"bitsandbytes {shared['bitsandbytes']}", OURS: f"halfbyte {shared['halfbyte']}"}
-    labels[BESIDE] = f"{labels[OURS]}, adapters by vllm {shared['vllm']}"
+    labels |= {BESIDE: f"{labels[OURS]}, adapters by vllm {shared['vllm']}", VARIANT: labels[OURS]}
     for rounds, case in cases(settings, any(child.adapters for child in pair.values())):
         users, prompt, tokens, adapted = (case[name] for name in ("users", "prompt", "tokens", "adapted"))
         short = timed(pair, rounds, {**case, "tokens": min(tokens, SHORT)})  # a warm-up, too
@@ -421,6 +423,7 @@ def measure(settings: Settings, pair: Mapping[str, Child], shared: Mapping[str, 
                 "format": "nf4-64",
                 "nested": False,  # vLLM expands the scales when it loads
                 "dtype": "bf16",
+                **({"batch_invariant": False} if arm == VARIANT else {}),
                 "adapters": child.adapters,
                 **({"adapters_in_use": 0} if child.adapters and not adapted else {}),
                 "rank": shared_rank(settings.model) if child.adapters else 0,
@@ -514,7 +517,7 @@ def numbers(text: str) -> list[int]:
 def engines(text: str) -> list[tuple[str, int]]:
     """Arms and numbers of adapters."""
     found = [word.rpartition("-") for word in text.split(",")]
-    if any(ranks_of(arm)[0] not in (PLAIN, OURS, BESIDE) for arm, _, _ in found):
+    if any(ranks_of(arm)[0] not in (PLAIN, OURS, BESIDE, VARIANT) for arm, _, _ in found):
         raise ValueError(f"engines are named {PLAIN}-0, {OURS}@2-8 and the like, not {text}")
     return [(arm, int(adapters)) for arm, _, adapters in found]
 

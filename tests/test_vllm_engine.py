@@ -182,6 +182,10 @@ def test_ranks_are_told_from_the_arm_and_have_rows_of_their_own(tmp_path: Path) 
     assert (plain["engine"], ours["engine"]) == ("vllm 3 LLM", "vllm 3 LLM, 2 ranks")
     assert (ours["kernel"], ours["tokens_per_s"]) == ("halfbyte 1", 256.0)
     assert (ours["answers_first"], ours["answers_differing"]) == (1, 1.0)
+    assert "batch_invariant" not in ours
+    variant: Any = FakeChild(engine.VARIANT, [0.25, 0.25], [1], [])
+    row, *_ = engine.measure(settings, {engine.VARIANT: variant}, ABOUT)
+    assert (row["kernel"], row["batch_invariant"], row["tokens_per_s"]) == ("halfbyte 1", False, 512.0)
 
 
 ENGINE = """
