@@ -34,6 +34,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -256,14 +257,17 @@ class Engine:
         return found
 
     def profile(self, users: int) -> dict[str, Any]:
-        """`decode_steps` of this many users, and the host's `shares`."""
+        """`decode_steps` of this many users, if they can be told apart, and the host's `shares`."""
         self.llm.collective_rpc(start_watch)
         self._generate(users, SAMPLED, 1)
-        host = shares(self.llm.collective_rpc(stop_watch)[0])
+        found: dict[str, Any] = {"users": users, "host": shares(self.llm.collective_rpc(stop_watch)[0])}
         self.llm.collective_rpc(start_trace)
         self._generate(users, 2 * TRACED, 1)
         kernels = self.llm.collective_rpc(stop_trace)[0]
-        return {"users": users, **decode_steps(kernels, TRACED), "host": host}
+        try:
+            return found | decode_steps(kernels, TRACED)
+        except RuntimeError as error:
+            return found | {"error": str(error), "kernels": []}
 
     def counters(self) -> dict[str, Any]:
         """See `read_counters`."""
@@ -305,7 +309,7 @@ class Child:
         environment["HALFBYTE_DISABLE"] = "1" if ranks_of(arm)[0] == PLAIN else "0"
         environment["HALFBYTE_BATCH_INVARIANT"] = "0" if ranks_of(arm)[0] == VARIANT else "1"
         for name in ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR"):  # as on machines of their own
-            environment[name] = f"/tmp/halfbyte-engine/{self.name}/{name.lower()}"
+            environment[name] = f"{tempfile.gettempdir()}/halfbyte-engine/{self.name}/{name.lower()}"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 words, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, pass_fds=(writer,), text=True,

@@ -166,6 +166,21 @@ def test_the_host_is_watched_while_it_works() -> None:
     assert found["itself"].get(caller, 0.0) < 0.1
 
 
+def test_a_profile_without_steps_still_has_the_host(tmp_path: Path) -> None:
+    """Another runner of vLLM's has another sampler; what is shown then says so."""
+    answers = {engine.stop_watch: [(("a.py:f", "a.py:g"), 3), (("a.py:g",), 1)], engine.stop_trace: [["k", 0, 1]]}
+    llm = SimpleNamespace(
+        collective_rpc=lambda function: [answers.get(function)], generate=lambda *arguments, **named: None
+    )
+    asked = SimpleNamespace(llm=llm, _generate=lambda *arguments: None)
+    found = engine.Engine.profile(asked, 16)
+    assert found["host"]["within"] == {"a.py:g": 1.0, "a.py:f": 0.75}
+    assert found["host"]["itself"] == {"a.py:f": 0.75, "a.py:g": 0.25}
+    shown = list(engine.describe("halfbyte-0", found))
+    assert "0 calls of" in shown[0]
+    assert "a.py:f 75%" in shown[-1]
+
+
 def test_ranks_are_told_from_the_arm_and_have_rows_of_their_own(tmp_path: Path) -> None:
     assert engine.engines("plain-0,halfbyte@2-8") == [("plain", 0), ("halfbyte@2", 8)]
     with pytest.raises(ValueError, match="not other-0"):
