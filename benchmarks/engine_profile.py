@@ -113,8 +113,8 @@ def describe(name: str, trace: Mapping[str, Any]) -> Iterator[str]:
     if "error" in trace:
         yield f"{name}, {trace['users']} users: {trace['error']}"
     else:
-        step, covered, busy = (trace[each] / 1e3 for each in ("step_us", "covered_us", "busy_us"))
-        yield f"{name}, {trace['users']} users: {step:.3f} ms a step, {covered:.3f} with a kernel at work, sum {busy:.3f}"
+        step, covered, busy = (f"{trace[each] / 1e3:.3f}" for each in ("step_us", "covered_us", "busy_us"))
+        yield f"{name}, {trace['users']} users: {step} ms a step, {covered} with a kernel at work, sum {busy}"
     for each in trace["kernels"][:14]:
         yield f"  {each['us']:8.1f} us  {each['calls']:5.1f} ×  {each['kernel'][:80]}"
     for kind in ("within", "itself"):
