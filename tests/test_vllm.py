@@ -126,6 +126,27 @@ def test_calls_that_are_not_served_go_to_vllm_and_are_counted(loaders: Any) -> N
 
 
 @needs_kernels
+@pytest.mark.parametrize("heights", [(96,), (128, 64, 64)])
+def test_decoded_shards_are_multiplied_into_place(loaders: Any, heights: tuple[int, ...]) -> None:
+    """What a GPU does with many rows: the values that bitsandbytes decodes, and no copy of a result."""
+    shards = [quantised(n, 128, seed=i) for i, n in enumerate(heights)]
+    x, weight = activations(300, 128), vllm_stub.parameter(shards)
+    vllm_layers.enable()
+    layer = vllm_layers.layer_of(weight, weight.bnb_shard_offsets)
+    dense = [bnb.dequantize_4bit(codes, state).double() for codes, state in shards]  # in bf16
+    out = torch.full((300, sum(heights)), torch.nan, dtype=BF16)
+    layer.multiply_decoded(weight, x, out)
+    assert error(out, torch.cat([x.double() @ each.t() for each in dense], 1)) <= 1.1
+    assert error(out, torch.cat([x.double() @ each.t() for each in dense[::-1]], 1)) > 10 or len(heights) == 1
+    with pytest.raises(ValueError, match="for a layer"):
+        layer.multiply_decoded(weight, x, out[1:])
+    assert not vllm_layers._decodes(x, weight, weight.bnb_shard_offsets, out)  # on a CPU vLLM's own way stays
+    shards[0][1].nested = True
+    with pytest.raises(switch.Unserved, match="nested"):
+        layer.multiply_decoded(weight, x, out)
+
+
+@needs_kernels
 @pytest.mark.parametrize("wrong", ["rows", "dtype", "columns"])
 def test_arguments_that_do_not_fit_are_left_to_vllm(loaders: Any, wrong: str) -> None:
     weight = vllm_stub.parameter([quantised(64, 128)])

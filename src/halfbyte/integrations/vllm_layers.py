@@ -73,14 +73,19 @@ class Shard:
 class Layer:
     """A parameter of vLLM's in shards that one launch each computes: one shard in all, where they go together.
 
-    pieces: how many vLLM has. states: bitsandbytes' description of them, and address: where the codes were, both to
-    notice a parameter that got another weight.
+    bounds: the first and last byte of vLLM's own shards. states: bitsandbytes' description of them, and address: where
+    the codes were, both to notice a parameter that got another weight.
     """
 
     shards: tuple[Shard, ...]
-    pieces: int
+    bounds: tuple[int, ...]
     states: Any
     address: int
+
+    @property
+    def pieces(self) -> int:
+        """How many shards vLLM has."""
+        return len(self.bounds) - 1
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -121,6 +126,26 @@ class Layer:
             counts.serve(OPERATOR, kernel.name, bucket(m))
             if m:
                 self._run(kernel, rows, shard, out)
+
+    def multiply_decoded(self, weight: Tensor, x: Tensor, out: Tensor) -> None:
+        """`multiply` for many rows, with bitsandbytes' values: it decodes a shard of vLLM's to x's dtype after another.
+
+        That is what vLLM does, but for its copy of each result into place. weight: the parameter. Raises as `check`,
+        and Unserved for nested scales, which vLLM expands when it loads.
+        """
+        self.check(x, out)
+        if any(state.nested for state in self.states.values()):
+            raise switch.Unserved("nested scales")
+        start = 0
+        for i in range(self.pieces):
+            state, codes = self.states[i], weight[self.bounds[i] : self.bounds[i + 1]]
+            stop = start + state.shape[0]
+            dense = torch.ops.bitsandbytes.dequantize_4bit(
+                codes, state.absmax, state.blocksize, state.quant_type, state.shape, x.dtype
+            )
+            torch.mm(x, dense.t(), out=out[:, start:stop])
+            del dense  # before the next one is made
+            start = stop
 
     def _run(self, kernel: Kernel, rows: Tensor, shard: Shard, out: Tensor) -> None:
         """One launch. Only CPU kernels take an `out` with gaps between its rows."""
@@ -191,7 +216,7 @@ def layer_of(weight: Tensor, offsets: Tensor | Sequence[int]) -> Layer:
         stop = start + one.packed.shape[0]
         shards.append(Shard(one, start, stop))
         start = stop
-    layer = Layer(tuple(shards), len(pieces), states, weight.data_ptr())
+    layer = Layer(tuple(shards), tuple(bounds), states, weight.data_ptr())
     setattr(weight, ATTRIBUTE, layer)
     return layer
 
@@ -227,6 +252,17 @@ def _merged(weight: Tensor, pieces: list[Any], bounds: list[int]) -> CheckedWeig
     return merged
 
 
+def _decodes(x: Tensor, weight: Tensor, offsets: Tensor, out: Tensor) -> bool:
+    """Multiply by a decoded weight, where vLLM's own way is that, too; else do nothing. Returns whether it did."""
+    if x.shape[0] <= switch.GEMM_ROWS or x.device.type != "cuda":
+        return False
+    try:
+        layer_of(weight, offsets).multiply_decoded(weight, x, out)
+    except (switch.Unserved, TypeError, ValueError):
+        return False
+    return True
+
+
 def _apply(original: Any, keyset: DispatchKeySet, x: Tensor, weight: Tensor, offsets: Tensor, out: Tensor) -> None:
     """The implementation that the dispatcher calls: halfbyte's, or else vLLM's. With LoRA, adapters are in it."""
     adapters: Any = getattr(weight, ADAPTERS, None)
@@ -241,6 +277,7 @@ def _apply(original: Any, keyset: DispatchKeySet, x: Tensor, weight: Tensor, off
         layer_of(weight, offsets).multiply(x, out)
     except (switch.Unserved, TypeError, ValueError) as error:
         counts.passed(OPERATOR, str(error))
-        original.call_boxed(keyset, x, weight, offsets, out)
+        if not _decodes(x, weight, offsets, out):
+            original.call_boxed(keyset, x, weight, offsets, out)
     if index is not None:
         adapters.add(x, out)
