@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +13,8 @@ bnb = pytest.importorskip("bitsandbytes.functional")
 import vllm_stub  # noqa: E402
 from halfbyte import reference  # noqa: E402
 from halfbyte.integrations import bitsandbytes as switch  # noqa: E402
-from halfbyte.integrations.vllm_layers import layer_of  # noqa: E402
+from halfbyte.integrations.vllm_layers import Layer, layer_of  # noqa: E402
+from halfbyte.integrations.vllm_lora import Adapters  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,3 +64,59 @@ def test_many_rows_are_bitsandbytes_values_in_place(m: int) -> None:
     assert torch.cuda.max_memory_allocated() - before < largest + (1 << 20), "a copy of a result"
     y = torch.cat([x.double() @ each.double().t() for each in dense], 1)
     reference.assert_within_contract(out, y, f"M={m}")
+
+
+SLOTS, RANK = 3, 16
+
+
+class Meta:
+    """What vLLM has of the tokens' adapters on a GPU."""
+
+    def __init__(self, m: int) -> None:
+        self.no_lora_flag_cpu = torch.tensor([False])
+        self.token_lora_mapping = torch.full((m + 7,), -1, dtype=torch.int32, device="cuda")
+
+
+def adapters_of(m: int) -> tuple[Adapters, Meta]:
+    """Merged as `Folding.create_lora_weights` has them: B is zero beside each shard's rows and columns."""
+    generator, count = torch.Generator().manual_seed(2), len(HEIGHTS)
+    a = torch.randn(SLOTS, 1, count * RANK, K, generator=generator) / K**0.5
+    b = torch.zeros(SLOTS, 1, sum(HEIGHTS), count * RANK)
+    start = 0
+    for i, n in enumerate(HEIGHTS):
+        b[:, 0, start : start + n, i * RANK : (i + 1) * RANK] = torch.randn(SLOTS, n, RANK, generator=generator)
+        start += n
+    a, b, meta = a.to("cuda", BF16), b.to("cuda", BF16), Meta(m)
+    return Adapters.of(a, b, SimpleNamespace(token_mapping_meta=meta), ((a,), (b,))), meta
+
+
+def exact(layer: Layer, adapters: Adapters, slots: Tensor, x: Tensor) -> Tensor:
+    y = reference.linear(x, layer.shards[0].weight.packed)
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            y[row] += adapters.b[slot, 0].double() @ (adapters.a[slot, 0].double() @ x[row].double())
+    return y
+
+
+@pytest.mark.parametrize("m", [1, 8, 16, 64])
+def test_adapters_of_merged_layers_in_a_graph_with_any_mix(m: int) -> None:
+    weight, _ = made()
+    layer, x = layer_of(weight, weight.bnb_shard_offsets), activations(m)
+    adapters, meta = adapters_of(m)
+    index = adapters.index(m)
+    assert index is not None
+    out = torch.full((m, sum(HEIGHTS)), torch.nan, dtype=BF16, device="cuda")
+    adapters.multiply(layer, x, index, out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        adapters.multiply(layer, x, index, out)
+    plain = torch.empty_like(out)
+    layer.multiply(x, plain)
+    for slots in (torch.arange(m) % 4 - 1, torch.full((m,), 2), torch.full((m,), -1)):
+        meta.token_lora_mapping[:m] = slots.to("cuda", torch.int32)
+        out.fill_(torch.nan)
+        graph.replay()
+        reference.assert_within_contract(out, exact(layer, adapters, slots, x), f"M={m}")
+        assert torch.equal(out[slots < 0], plain[slots < 0])  # without an adapter a row has the base's bits
+    meta.no_lora_flag_cpu[0] = True
+    assert adapters.index(m) is None
