@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ctypes
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -145,8 +147,12 @@ def _exchange(gpu: PretendedGpu) -> tuple[object, _Exchange]:
     return python.PyCapsule_New(ctypes.c_void_p(ctypes.addressof(table)), ctypes.c_char_p(NAME), None), table
 
 
-def connect(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> Any | None:
-    """The shortcut, on the pretended driver, and where ops looks for it; None where it was not built."""
+@contextmanager
+def connected(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any | None]:
+    """The shortcut, on the pretended driver, and where ops looks for it; None where it was not built.
+
+    Afterwards all patches are undone, and the shortcut is on what is really there.
+    """
     if hasattr(Tensor, "__dlpack_c_exchange_api__"):
         capsule, gpu.table = _exchange(gpu)
         monkeypatch.setattr(Tensor, "__dlpack_c_exchange_api__", capsule)
@@ -154,4 +160,9 @@ def connect(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> Any | None:
     if module is not None:
         monkeypatch.setattr(ops, "_shortcut", module)
         monkeypatch.setattr(ops, "_linear", module.linear)
-    return module
+    try:
+        yield module
+    finally:
+        monkeypatch.undo()
+        ops._kernel.cache_clear()
+        shortcut.connect(ops.linear_on_tensors)

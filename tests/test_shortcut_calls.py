@@ -21,7 +21,7 @@ from halfbyte.counters import counts
 from halfbyte.formats import PackedWeight, quantize
 from halfbyte.kernels import kernels
 from halfbyte.nn import QuantLinear
-from pretended_gpu import PretendedGpu, connect, use
+from pretended_gpu import PretendedGpu, connected, use
 
 N, K = 64, 256
 BF16 = torch.bfloat16
@@ -57,15 +57,15 @@ def short(request: pytest.FixtureRequest, gpu: PretendedGpu, monkeypatch: pytest
         return long(*arguments)
 
     monkeypatch.setattr(ops, "linear_on_tensors", counted)
-    short = Shortcut(connect(gpu, monkeypatch))
-    if short.module is None:
-        pytest.skip("not built or not possible here: halfbyte.kernels._shortcut")
-    library = torch.library.Library("halfbyte", "IMPL")  # type: ignore[no-untyped-call]
-    library.impl("linear", short.module.linear, "CPU")
-    with request.param():
-        yield short
-    library._destroy()
-    ops._kernel.cache_clear()
+    with connected(gpu, monkeypatch) as module:
+        if module is None:
+            pytest.skip("not built or not possible here: halfbyte.kernels._shortcut")
+        short = Shortcut(module)
+        library = torch.library.Library("halfbyte", "IMPL")  # type: ignore[no-untyped-call]
+        library.impl("linear", module.linear, "CPU")
+        with request.param():
+            yield short
+        library._destroy()
 
 
 def make(key: str = "nf4-64", seed: int = 0) -> PackedWeight:

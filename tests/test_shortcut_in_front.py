@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from halfbyte import ops, reference
 from halfbyte.formats import PackedWeight, quantize
 from halfbyte.kernels import shortcut
-from pretended_gpu import PretendedGpu, connect, use
+from pretended_gpu import PretendedGpu, connected, use
 
 N, K = 64, 256
 op = torch.ops.halfbyte.linear.default
@@ -53,24 +53,23 @@ class Known:
 def known(monkeypatch: pytest.MonkeyPatch) -> Iterator[Known]:
     gpu = PretendedGpu()
     use(gpu, monkeypatch)
-    module = connect(gpu, monkeypatch)
-    if module is None or op._op is not module.operate:
-        pytest.skip("not built or not possible here: halfbyte.kernels._shortcut in front of the dispatcher")
-    behind: list[int] = []
+    with connected(gpu, monkeypatch) as module:
+        if module is None or op._op is not module.operate:
+            pytest.skip("not built or not possible here: halfbyte.kernels._shortcut in front of the dispatcher")
+        behind: list[int] = []
 
-    def linear(*arguments: Any) -> Tensor:
-        behind.append(1)
-        result: Tensor = module.linear(*arguments)
-        return result
+        def linear(*arguments: Any) -> Tensor:
+            behind.append(1)
+            result: Tensor = module.linear(*arguments)
+            return result
 
-    monkeypatch.setattr(ops, "_linear", linear)  # what the dispatcher gets to outside inference mode
-    library = torch.library.Library("halfbyte", "IMPL")  # type: ignore[no-untyped-call]
-    library.impl("linear", linear, "CPU")
-    found = Known(gpu)
-    found.behind = behind  # type: ignore[attr-defined]
-    yield found
-    library._destroy()
-    ops._kernel.cache_clear()
+        monkeypatch.setattr(ops, "_linear", linear)  # what the dispatcher gets to outside inference mode
+        library = torch.library.Library("halfbyte", "IMPL")  # type: ignore[no-untyped-call]
+        library.impl("linear", linear, "CPU")
+        found = Known(gpu)
+        found.behind = behind  # type: ignore[attr-defined]
+        yield found
+        library._destroy()
 
 
 def passes_the_dispatcher(known: Any, call: Callable[[], object]) -> bool:

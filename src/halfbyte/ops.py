@@ -212,7 +212,8 @@ class CheckedWeight:
                 views = tuple(self.packed.parts.values())
                 self._handle = _shortcut.weight(views, spec.key, spec.n, spec.k)
             counters = {operator: counts.cell(operator, kernel.name, bucket(m)) for operator in OPERATORS}
-            _shortcut.remember(self._handle, x, m, ctypes.addressof(launch.record), launch, counters)
+            address = ctypes.addressof(launch.record)
+            _shortcut.remember(self._handle, x, m, address, launch.on_cpu, launch, counters)
 
     def publish(self) -> None:
         """Let the operator's next call with these tensors take the shortcut."""

@@ -27,6 +27,7 @@ from ..formats.codecs import (
 from . import registry
 from .adapters import DTYPE_NUMBERS, expand_on_cpu
 from .cpu import Library, library
+from .cpu.launch import CpuLaunch
 from .cpu.loading import CallStruct, WeightStruct
 from .registry import DTYPES, Expand, Kernel, Problem, register
 
@@ -103,6 +104,18 @@ def _multiply_direct(
     )
     if loaded.linear(isa, ctypes.byref(weight_struct(weight)), ctypes.byref(call)):
         raise MemoryError(f"no memory for the activations of a layer [{out.shape[1]}, {x.shape[1]}] with M = {m}")
+
+
+def launch(weight: PackedWeight, dtype: torch.dtype, m: int) -> CpuLaunch | None:
+    """The call of the library with which `run` serves m rows of x; None where it takes several, or torch's help."""
+    loaded = _loaded()
+    isa = loaded.isa
+    if _takes_amx(loaded, isa, m, dtype, weight.format, weight.shape[1]):
+        isa = loaded.isas["amx"]
+    if m > (DIRECT_M if isa == loaded.isa else AMX_M):
+        return None
+    name = f"a layer {list(weight.shape)} with M = {m}"
+    return CpuLaunch(loaded, isa, weight_struct(weight), DTYPE_NUMBERS[dtype], name)
 
 
 _STRUCTS: dict[tuple[object, ...], tuple[BlockFormat, WeightStruct]] = {}
@@ -339,6 +352,7 @@ register(
         supports=supports,
         cost=cost,
         run=run,
+        launch=launch,
         run_adapters=run_adapters,
         batch_invariant_to=DIRECT_M if registry.BATCH_INVARIANT else AMX_LEAST_M - 1,
     )

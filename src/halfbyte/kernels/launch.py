@@ -75,6 +75,8 @@ class Launch:
     of x. name: for errors.
     """
 
+    on_cpu: ClassVar[bool] = False
+
     def __init__(
         self,
         kernel: Any,

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from ..formats import BlockFormat, PackedWeight
+from .adapters_shrink import Shrink
+from .cpu.launch import CpuLaunch
 from .launch import Launch
 
 # whether a row's bits must not depend on how many rows there are, up to 64; a process may give that up for speed
@@ -41,8 +43,8 @@ class Expand:
 
     shrunk: fp32 [M, width], each row's A x. b: flat; a slot's B is [N, stride] from element first * N on. table: int32
     [slots, 4]: the slot's first column of `shrunk`, rank, first, stride. scalings: fp32 [slots]. index: int32 [M], each
-    row's slot, -1 for none; None where all rows take slot 0. fresh: whether the launch right before on this stream is
-    `adapters_shrink`'s that writes `shrunk`.
+    row's slot, -1 for none; None where all rows take slot 0. shrink: what is to write `shrunk`, if that has yet to be
+    launched: the kernel does so right before its own launch.
     """
 
     shrunk: Tensor
@@ -50,7 +52,7 @@ class Expand:
     table: Tensor
     scalings: Tensor
     index: Tensor | None
-    fresh: bool = False
+    shrink: Shrink | None = None
 
 
 Settings = tuple[tuple[str, int], ...]  # names and values of what tuning may choose of a kernel, in the names' order
@@ -80,7 +82,7 @@ class Kernel:
     supports: the reason why it cannot serve a problem, or None where it can. cost: predicted seconds of a call.
     run: writes `out`; its inputs are already validated. describe: its configuration for a problem, in words. launch:
     for a CUDA kernel, the launch (with one before it that lays x out, if it needs that) with which `run` serves m rows
-    of x at aligned addresses; None where one does not do.
+    of x at aligned addresses, for a CPU kernel the call of the library; None where one does not do.
     run_adapters: `run` with adapters, where the kernel folds them in; rows without an adapter have the bits of `run`.
     configurations: for a kernel that can be tuned, the legal ones for a problem, the best predicted first, which it
     takes by itself. Such a kernel's run, describe, launch and run_adapters also take the keyword `settings`.
@@ -95,7 +97,9 @@ class Kernel:
     deterministic: bool = True
     batch_invariant_to: int = 0  # the largest M for which a row's bits do not depend on M
     describe: Callable[[Problem], str] | None = None
-    launch: Callable[[PackedWeight, torch.dtype, int], Launch | None] | None = field(default=None, repr=False)
+    launch: Callable[[PackedWeight, torch.dtype, int], Launch | CpuLaunch | None] | None = field(
+        default=None, repr=False
+    )
     run_adapters: RunAdapters | None = field(default=None, repr=False)
     configurations: Callable[[Problem], Sequence[Configuration]] | None = field(default=None, repr=False)
 

@@ -1,4 +1,5 @@
-// The operator on a GPU for calls that were seen before: from Python's objects to the driver with no Python in between.
+// The operator for calls that were seen before: from Python's objects to the driver, or on a CPU to the library of
+// kernels, with no Python in between.
 //
 // Python remains the implementation. It checks a call, plans it, compiles, launches, and then tells this module what it
 // found: tensors of a weight, and the launch for x of a dtype and a number of rows. A later call whose tensors are the
@@ -11,7 +12,8 @@
 // more on its way to a function of Python; and behind it (`linear`). In front it is served only where the dispatcher
 // would do nothing but go straight on to `linear`: see `unobserved` and `ordinary`.
 //
-// All state is read and written under the interpreter's lock, which is let go while the driver launches.
+// All state is read and written under the interpreter's lock, which is let go while the driver launches, or the CPU
+// multiplies.
 #include "shortcut_calls.hpp"
 
 #if defined(__linux__)
@@ -54,14 +56,15 @@ void take(PyObject** place, PyObject* object) {
 }
 
 PyObject* connect(PyObject*, PyObject* arguments) {
-  PyObject *capsule, *function, *allocator, *byte;
+  PyObject *capsule, *function, *allocator, *allocator_on_cpu, *byte, *threads_of_torch;
   unsigned long long launch, device, capturing;
-  Py_ssize_t record_bytes;
-  if (!PyArg_ParseTuple(arguments, "OOOOnKKK", &capsule, &function, &allocator, &byte, &record_bytes, &launch, &device,
-                        &capturing))
+  Py_ssize_t record_bytes, cpu_record_bytes;
+  if (!PyArg_ParseTuple(arguments, "OOOOOOnnKKK", &capsule, &function, &allocator, &allocator_on_cpu, &byte,
+                        &threads_of_torch, &record_bytes, &cpu_record_bytes, &launch, &device, &capturing))
     return nullptr;
-  if (record_bytes != static_cast<Py_ssize_t>(sizeof(Launch))) {
-    PyErr_SetString(PyExc_ImportError, "_shortcut was built for another launch.Record");
+  if (record_bytes != static_cast<Py_ssize_t>(sizeof(Launch)) ||
+      cpu_record_bytes != static_cast<Py_ssize_t>(sizeof(CpuLaunch))) {
+    PyErr_SetString(PyExc_ImportError, "_shortcut was built for another launch.Record or cpu.launch.Record");
     return nullptr;
   }
   auto* table = static_cast<const DLExchange*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
@@ -73,6 +76,8 @@ PyObject* connect(PyObject*, PyObject* arguments) {
   exchange = table;
   take(&in_python, function);
   take(&allocate, allocator);
+  take(&allocate_on_cpu, allocator_on_cpu);
+  take(&threads, threads_of_torch);
   take(&uint8, byte);
   launch_kernel = reinterpret_cast<LaunchKernel>(launch);
   context_device = reinterpret_cast<ContextDevice>(device);
@@ -114,13 +119,18 @@ PyObject* publish(PyObject*, PyObject* capsule) {
   Py_RETURN_NONE;
 }
 
-bool fits(const Launch& launch) { return launch.count <= MAX_PARAMETERS && launch.call_bytes <= MAX_CALL_BYTES; }
+bool fits(const Launch& launch) {
+  return launch.count <= MAX_PARAMETERS && launch.call_bytes <= MAX_CALL_BYTES &&
+         (launch.image == nullptr || fits(*launch.image));
+}
 
 PyObject* remember(PyObject*, PyObject* arguments) {
   PyObject *capsule, *x_object, *owner, *counters;
   long long m;
   unsigned long long launch;
-  if (!PyArg_ParseTuple(arguments, "OOLKOO!", &capsule, &x_object, &m, &launch, &owner, &PyDict_Type, &counters))
+  int on_cpu;
+  if (!PyArg_ParseTuple(arguments, "OOLKpOO!", &capsule, &x_object, &m, &launch, &on_cpu, &owner, &PyDict_Type,
+                        &counters))
     return nullptr;
   PyObject* address = PyDict_GetItemString(counters, "linear");
   void* counter = address == nullptr ? nullptr : PyLong_AsVoidPtr(address);
@@ -130,9 +140,10 @@ PyObject* remember(PyObject*, PyObject* arguments) {
   }
   Weight* weight = weight_of(capsule);
   if (weight == nullptr) return nullptr;
-  const auto* known = reinterpret_cast<const Launch*>(launch);
+  const auto* known = on_cpu ? nullptr : reinterpret_cast<const Launch*>(launch);
+  const auto* known_on_cpu = on_cpu ? reinterpret_cast<const CpuLaunch*>(launch) : nullptr;
   DLTensor x;
-  if (!read(x_object, &x) || !fits(*known) || (known->image != nullptr && !fits(*known->image))) {
+  if (!read(x_object, &x) || (known != nullptr && !fits(*known))) {
     PyErr_SetString(PyExc_ValueError, "remember: x is no tensor, or the kernel takes too many arguments");
     return nullptr;
   }
@@ -148,7 +159,7 @@ PyObject* remember(PyObject*, PyObject* arguments) {
   Py_INCREF(owner);
   Py_INCREF(counters);
   weight->calls.push_back(
-      {x.dtype, m, known, owner, torch_dtype, sizes, strides, counters, static_cast<int64_t*>(counter)});
+      {x.dtype, m, known, known_on_cpu, owner, torch_dtype, sizes, strides, counters, static_cast<int64_t*>(counter)});
   Py_RETURN_NONE;
 }
 
@@ -345,10 +356,10 @@ PyCFunction fast_with_names(PyObject* (*function)(PyObject*, PyObject* const*, P
 }
 
 PyMethodDef methods[] = {
-    {"connect", connect, METH_VARARGS, "connect(exchange table, linear in Python, allocator, torch.uint8, size of launch.Record, three functions of the driver)"},
+    {"connect", connect, METH_VARARGS, "connect(exchange table, linear in Python, allocators on a GPU and a CPU, torch.uint8, torch.get_num_threads, sizes of launch.Record and cpu.launch.Record, three functions of the driver, or zeros)"},
     {"weight", make_weight, METH_VARARGS, "weight(views of its parts, format key, n, k): a handle"},
     {"publish", publish, METH_O, "publish(handle): let `linear` find it by the address of its codes"},
-    {"remember", remember, METH_VARARGS, "remember(handle, x, m, address of a launch.Record, its owner, counters)"},
+    {"remember", remember, METH_VARARGS, "remember(handle, x, m, address of a launch.Record or cpu.launch.Record, whether it is the latter, its owner, counters)"},
     {"multiply", fast(multiply), METH_FASTCALL, "multiply(handle, x, bias, operator): the product, or None if not remembered"},
     {"linear", fast(linear), METH_FASTCALL, "linear(x, parts, bias, format key, n, k): the operator on a GPU"},
     {"keys", keys, METH_NOARGS, "keys(): what this thread adds to and leaves out of a dispatch, 16 bytes; None if unknown"},

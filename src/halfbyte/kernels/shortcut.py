@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._C import DispatchKey
 
 from . import launch
+from .cpu.launch import Record as CpuRecord
 
 TABLE = "__dlpack_c_exchange_api__"  # of functions on tensors, which torch 2.10 and newer have
 DRIVER_FUNCTIONS = ("cuLaunchKernelEx", "cuCtxGetDevice", "cuStreamIsCapturing")
@@ -20,9 +21,9 @@ DRIVER_FUNCTIONS = ("cuLaunchKernelEx", "cuCtxGetDevice", "cuStreamIsCapturing")
 def connect(linear: Callable[..., Tensor], device: str = "cuda") -> Any | None:
     """The module `_shortcut`, which calls `linear` for whatever it has not been told about; None where it cannot work.
 
-    device: the type of device that tensors are on.
+    device: the type of device that tensors of CUDA launches are on.
 
-    It can where a C++ compiler built it, torch has DLPack's exchange table (2.10 and newer) and there is a CUDA driver.
+    It can where a C++ compiler built it and torch has DLPack's exchange table (2.10 and newer).
     """
     exchange = getattr(Tensor, TABLE, None)
     if exchange is None:
@@ -30,12 +31,23 @@ def connect(linear: Callable[..., Tensor], device: str = "cuda") -> Any | None:
     try:
         from . import _shortcut
 
-        library = launch.driver()
-        functions = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in DRIVER_FUNCTIONS]
-        _shortcut.connect(exchange, linear, _allocator(device), torch.uint8, ctypes.sizeof(launch.Record), *functions)
-    except (ImportError, OSError, AttributeError, TypeError):  # the last: built from another commit's source
+        sizes = (ctypes.sizeof(launch.Record), ctypes.sizeof(CpuRecord))
+        _shortcut.connect(
+            exchange, linear, _allocator(device), _allocator("cpu"), torch.uint8, torch.get_num_threads, *sizes,
+            *_driver_functions(),
+        )  # fmt: skip
+    except (ImportError, TypeError):  # the latter: built from another commit's source
         return None
     return _shortcut
+
+
+def _driver_functions() -> list[int]:
+    """Addresses of `DRIVER_FUNCTIONS`; zeros without a CUDA driver, where nothing is launched on a GPU."""
+    try:
+        library = launch.driver()
+        return [ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in DRIVER_FUNCTIONS]
+    except (OSError, AttributeError):
+        return [0] * len(DRIVER_FUNCTIONS)
 
 
 def lead(operator: Any) -> None:
@@ -82,9 +94,10 @@ def _key_sets(keys: Callable[[], bytes | None]) -> list[bytes | None]:
     for key in (DispatchKey.Python, DispatchKey.FuncTorchDynamicLayerFrontMode, DispatchKey.Functionalize):
         with torch._C._IncludeDispatchKeyGuard(key):
             found.append(keys())
-    torch.set_autocast_enabled("cuda", True)
-    found.append(keys())
-    torch.set_autocast_enabled("cuda", False)
+    for device in ("cuda", "cpu"):
+        torch.set_autocast_enabled(device, True)
+        found.append(keys())
+        torch.set_autocast_enabled(device, False)
     return found
 
 

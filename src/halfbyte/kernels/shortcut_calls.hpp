@@ -11,6 +11,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "cpu/abi.hpp"
 #include "shortcut_layouts.hpp"
 
 namespace {
@@ -30,11 +31,18 @@ struct Launch {  // launch.Record
   int32_t x, bias, out, x_stride, m, bias_is_fp32;  // where in that struct
 };
 
+struct CpuLaunch {  // cpu.launch.Record
+  int32_t (*linear)(int32_t isa, const HbWeight* weight, const HbCall* call);
+  const HbWeight* weight;
+  int32_t isa, dtype;
+};
+
 struct Call {
   DLDataType dtype;
   int64_t m;
-  const Launch* launch;
-  PyObject* owner;  // keeps `launch`, and raises for it
+  const Launch* launch;  // or
+  const CpuLaunch* on_cpu;
+  PyObject* owner;  // keeps what is launched, and raises for it
   PyObject* torch_dtype;
   PyObject *sizes, *strides;  // of the output for x [m, k]
   PyObject* counters;  // a dict: operators -> addresses of an int64 each
@@ -64,7 +72,7 @@ constexpr const char* CAPSULE = "halfbyte.weight";
 auto& published = *new std::unordered_map<void*, Weight*>;
 
 const DLExchange* exchange = nullptr;
-PyObject *in_python = nullptr, *allocate = nullptr, *uint8 = nullptr;
+PyObject *in_python = nullptr, *allocate = nullptr, *allocate_on_cpu = nullptr, *uint8 = nullptr, *threads = nullptr;
 LaunchKernel launch_kernel = nullptr;
 ContextDevice context_device = nullptr;
 StreamIsCapturing stream_is_capturing = nullptr;
@@ -94,12 +102,14 @@ bool layout(const int64_t* shape, int ndim, int64_t n, PyObject** sizes, PyObjec
   return true;
 }
 
-// A new tensor of x's shape but n columns, on the current device; null with an exception set where there is no memory.
+// A new tensor of x's shape but n columns, on the current device of the allocator's type; null with an exception set
+// where there is no memory.
 PyObject* empty(const DLTensor& x, int64_t n, const Call& call) {
-  if (x.ndim == 2) return PyObject_CallFunctionObjArgs(allocate, call.sizes, call.strides, call.torch_dtype, nullptr);
+  PyObject* const allocator = call.on_cpu != nullptr ? allocate_on_cpu : allocate;
+  if (x.ndim == 2) return PyObject_CallFunctionObjArgs(allocator, call.sizes, call.strides, call.torch_dtype, nullptr);
   PyObject *sizes = nullptr, *strides = nullptr, *result = nullptr;
   if (layout(x.shape, x.ndim, n, &sizes, &strides))
-    result = PyObject_CallFunctionObjArgs(allocate, sizes, strides, call.torch_dtype, nullptr);
+    result = PyObject_CallFunctionObjArgs(allocator, sizes, strides, call.torch_dtype, nullptr);
   Py_XDECREF(sizes);
   Py_XDECREF(strides);
   return result;
@@ -220,10 +230,101 @@ int unlocked(Start* first, Start* second) {
   return error;
 }
 
+// What a call multiplies, checked.
+struct Input {
+  const DLTensor& x;
+  const DLTensor* bias;  // or null
+  int64_t m, stride;     // of x as a matrix
+
+  void* bias_data() const { return bias == nullptr ? nullptr : bias->data; }
+  bool bias_is_fp32() const { return bias != nullptr && bias->dtype == FP32; }
+};
+
+// The new output; null with an exception set, or without one where Python must see to it.
+PyObject* output(const Weight& weight, const Call& call, const DLTensor& x, DLTensor* out) {
+  PyObject* result = empty(x, weight.n, call);
+  if (result != nullptr && !read(result, out)) {
+    Py_DECREF(result);
+    result = nullptr;
+  }
+  return result;
+}
+
+// Counts a call, or raises for it. Takes `result`.
+PyObject* finish(const Call& call, int error, int64_t* counter, PyObject* result) {
+  if (error == 0) {
+    ++*counter;
+    return result;
+  }
+  Py_DECREF(result);
+  Py_XDECREF(PyObject_CallMethod(call.owner, "failed", "i", error));  // raises
+  return nullptr;
+}
+
+PyObject* multiply_on_cpu(const Weight& weight, const Call& call, const Input& input, int64_t* counter) {
+  const CpuLaunch& launch = *call.on_cpu;
+  PyObject* count = PyObject_CallNoArgs(threads);
+  if (count == nullptr) return nullptr;
+  const long most = PyLong_AsLong(count);
+  Py_DECREF(count);
+  DLTensor out;
+  PyObject* result = output(weight, call, input.x, &out);
+  if (result == nullptr) return nullptr;
+  const int32_t bias_dtype = input.bias_is_fp32() ? HB_FP32 : launch.dtype;
+  const HbCall what = {input.x.data, input.bias_data(), out.data,   input.m,    input.stride,
+                       weight.n,     launch.dtype,      bias_dtype, int32_t(most), 0};
+  PyThreadState* state = PyEval_SaveThread();
+  const int error = launch.linear(launch.isa, launch.weight, &what);
+  PyEval_RestoreThread(state);
+  return finish(call, error, counter, result);
+}
+
+PyObject* multiply_on_gpu(Weight* weight, const Call& call, const Input& input, int64_t* counter) {
+  const DLTensor& x = input.x;
+  const Launch& launch = *call.launch;
+  const Launch& first = launch.image != nullptr ? *launch.image : launch;
+  const uint64_t row_bytes = input.m > 1 ? input.stride * (x.dtype.bits / 8) : 0;
+  if ((reinterpret_cast<uint64_t>(x.data) | row_bytes) % first.alignment) return nullptr;
+  int device = -1;
+  if (context_device == nullptr || context_device(&device) != 0 || device != weight->device.id) return nullptr;
+  void* stream = nullptr;
+  if (exchange->current_stream(weight->device.type, weight->device.id, &stream) != 0) {
+    PyErr_Clear();
+    return nullptr;
+  }
+
+  DLTensor out, image;
+  PyObject *image_object = nullptr, *result = nullptr;
+  if (launch.image != nullptr) image_object = bytes(launch.image_bytes);
+  if (launch.image == nullptr || (image_object != nullptr && read(image_object, &image)))
+    result = output(*weight, call, x, &out);
+  if (result == nullptr) {
+    Py_XDECREF(image_object);
+    return nullptr;
+  }
+
+  const int32_t rows = static_cast<int32_t>(input.m);
+  Operands operands = {x.data, input.bias_data(), out.data, input.stride, rows, input.bias_is_fp32()};
+  const bool early = launch.config.attributes != nullptr && settled(weight, stream);
+  int error;
+  if (launch.image != nullptr) {
+    operands.x = image.data;
+    Start laying(first, {x.data, nullptr, image.data, input.stride, rows, 0}, stream, true);
+    Start multiplying(launch, operands, stream, early);
+    error = unlocked(&laying, &multiplying);
+  } else {
+    Start multiplying(launch, operands, stream, early);
+    error = unlocked(&multiplying, nullptr);
+  }
+  result = finish(call, error, counter, result);
+  Py_XDECREF(image_object);  // the allocator gives its memory to later work on this stream only
+  return result;
+}
+
 // out = x times the weight, plus bias. Null with an exception set, or null without one where Python must see to it.
 // operation: under which name the call is counted; null for "linear".
 PyObject* multiply_known(Weight* weight, PyObject* x_object, PyObject* bias_object, PyObject* operation) {
-  DLTensor x, bias, out, image;
+  DLTensor x, bias;
   int64_t m, stride;
   if (!read(x_object, &x) || !(x.device == weight->device) || !as_rows(x, weight->k, &m, &stride)) return nullptr;
   const Call* found = nullptr;
@@ -237,56 +338,15 @@ PyObject* multiply_known(Weight* weight, PyObject* x_object, PyObject* bias_obje
     if (address == nullptr) return nullptr;
     counter = static_cast<int64_t*>(PyLong_AsVoidPtr(address));
   }
-  const Launch& launch = *call.launch;
-  const Launch& first = launch.image != nullptr ? *launch.image : launch;
-  const uint64_t row_bytes = m > 1 ? stride * (x.dtype.bits / 8) : 0;
-  if ((reinterpret_cast<uint64_t>(x.data) | row_bytes) % first.alignment) return nullptr;
   const bool biased = bias_object != Py_None;
   if (biased && (!read(bias_object, &bias) || !(bias.device == weight->device) || bias.ndim != 1 ||
                  bias.shape[0] != weight->n || !contiguous(bias) || !(bias.dtype == x.dtype || bias.dtype == FP32)))
     return nullptr;
-  int device = -1;
-  if (context_device(&device) != 0 || device != weight->device.id) return nullptr;
-  void* stream = nullptr;
-  if (exchange->current_stream(weight->device.type, weight->device.id, &stream) != 0) {
-    PyErr_Clear();
-    return nullptr;
-  }
-
+  const Input input = {x, biased ? &bias : nullptr, m, stride};
   PyObject* held = weight->capsule;  // or another thread could end the weight while the lock is let go
   Py_INCREF(held);
-  PyObject *image_object = nullptr, *result = nullptr;
-  if (launch.image != nullptr) image_object = bytes(launch.image_bytes);
-  if (launch.image == nullptr || (image_object != nullptr && read(image_object, &image)))
-    result = empty(x, weight->n, call);
-  if (result == nullptr || !read(result, &out)) {
-    Py_XDECREF(image_object);
-    Py_XDECREF(result);
-    Py_DECREF(held);
-    return nullptr;
-  }
-
-  const int32_t rows = static_cast<int32_t>(m);
-  Operands operands = {x.data, biased ? bias.data : nullptr, out.data, stride, rows, biased && bias.dtype == FP32};
-  const bool early = launch.config.attributes != nullptr && settled(weight, stream);
-  int error;
-  if (launch.image != nullptr) {
-    operands.x = image.data;
-    Start laying(first, {x.data, nullptr, image.data, stride, rows, 0}, stream, true);
-    Start multiplying(launch, operands, stream, early);
-    error = unlocked(&laying, &multiplying);
-  } else {
-    Start multiplying(launch, operands, stream, early);
-    error = unlocked(&multiplying, nullptr);
-  }
-  if (error == 0) {
-    ++*counter;
-  } else {
-    Py_DECREF(result);
-    result = nullptr;
-    Py_XDECREF(PyObject_CallMethod(call.owner, "failed", "i", error));  // raises
-  }
-  Py_XDECREF(image_object);  // the allocator gives its memory to later work on this stream only
+  PyObject* result = call.on_cpu != nullptr ? multiply_on_cpu(*weight, call, input, counter)
+                                            : multiply_on_gpu(weight, call, input, counter);
   Py_DECREF(held);
   return result;
 }
