@@ -21,6 +21,8 @@ struct Job {
     int32_t block;      // UNITS: weights a scale is read for, at most 128; divides k
     int32_t units;      // UNITS: ceil(k / 128)
     int32_t stride;     // UNITS: floats of x a unit and row: 128 and, with offsets, their sums by lane
+    int64_t row_bytes;  // UNITS: of codes, from a row of the weight to the next
+    int64_t row_blocks; // UNITS: the format's blocks a row, 0 where rows start inside blocks
     int32_t order[128]; // UNITS: element of the unit at each place; COLUMNS: element of the octet at each nibble
     int32_t picks[4][16];  // UNITS: by group and lane, which of the unit's scales
     float table[16];    // UNITS: the codebook; INTEGERS: 32 words, it times divisor * 2^exponent

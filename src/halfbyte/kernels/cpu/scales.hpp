@@ -56,6 +56,19 @@ HB_INLINE void read_record_halves(const HbWeight &w, int64_t first, int64_t coun
     for (; i < count; ++i) out[i] = fp16_to_float(read<uint16_t>(record + i * w.record_bytes));
 }
 
+// Floats, then zeros up to `padded`, a multiple of 16. They are few: memcpy would take longer to decide how than to copy.
+HB_INLINE void copy_padded(const uint8_t *from, int64_t count, int64_t padded, float *to) {
+#if defined(__AVX512F__)
+    for (int64_t i = 0; i < padded; i += 16) {
+        const int64_t rest = larger(0, smaller(count - i, 16));
+        _mm512_storeu_ps(to + i, _mm512_maskz_loadu_ps(__mmask16((1u << rest) - 1), from + i * 4));
+    }
+#else
+    std::memcpy(to, from, count * 4);
+    for (int64_t i = count; i < padded; ++i) to[i] = 0;
+#endif
+}
+
 // Scales and, where the format has them, offsets of blocks [first, first + count) along the flattened [n, k].
 inline void read_scales(const HbWeight &w, int64_t first, int64_t count, float *scale, float *offset) {
     const uint8_t *in = bytes(w.scales) + first;
@@ -92,11 +105,16 @@ inline void read_group(const HbWeight &w, int64_t group, int64_t n0, int64_t cou
 
 // One row's scales as if blocks had `block` weights: a power of two that divides both k and the format's blocksize,
 // so that every row starts on a block. Replicates in place, from the last one down. Returns how many there are.
-inline int64_t read_row_scales(const HbWeight &w, int64_t row, int block, float *scale, float *offset) {
+// row_blocks: see Job.
+inline int64_t read_row_scales(const HbWeight &w, int64_t row, int64_t row_blocks, int block, float *scale,
+                               float *offset) {
+    if (row_blocks && block == w.blocksize) {  // without a division
+        read_scales(w, row * row_blocks, row_blocks, scale, offset);
+        return row_blocks;
+    }
     const int64_t first = row * w.k, count = w.k / block;
     const int64_t begin = first / w.blocksize, end = ceil_div(first + w.k, w.blocksize);
     read_scales(w, begin, end - begin, scale, offset);
-    if (block == w.blocksize) return count;
     const int64_t phase = first - begin * w.blocksize;
     for (int64_t i = count; i-- > 0;) {
         const int64_t source = (phase + i * block) / w.blocksize;

@@ -190,6 +190,8 @@ inline bool plan_units(Job &job) {
     if (!try_grouping(w, job, PLAIN) && !try_grouping(w, job, SPLIT) && !try_grouping(w, job, FINE)) return false;
     job.path = UNITS;
     job.units = int32_t(ceil_div(w.k, 128));
+    job.row_bytes = w.k / w.elements * w.record_bytes;
+    job.row_blocks = w.k % w.blocksize ? 0 : w.k / w.blocksize;
     job.stride = 128 + (w.offset_kind == HB_NO_OFFSET ? 0 : Simd::groups(Grouping(job.grouping)) * Simd::LANES);
     return true;
 }
