@@ -22,6 +22,7 @@
 //   TILES           16-row tiles of W in a pass             LAST        tiles of the last pass of a larger slab
 //   GROUPS          groups of 8 rows of x                   X_ROWS      rows of x in a group: 1, 2, 4 or 8
 //   STAGES          slots of the ring, a multiple of 4      SPLIT       blocks of a cluster, which share K
+//   EARLY           of them that are sent for before x
 //   X_TYPE          0 fp16, 1 bf16, 2 fp32 (also of out)    RESIDENT    blocks that fit a multiprocessor: 1 or 2
 //   BLOCK           32 or 64: k between two scales          TERMS       2 keeps the table to 22 bits, else 1
 //   SCALE_KIND      0 fp32, 1 nested, 2 E8M0                SCALE_SIDE  whether side warps bring the scales
@@ -42,7 +43,9 @@
 #define X_TERMS (X_TYPE == 2 ? 2 : 1)            // fp32 x is split in two fp16 numbers
 #define X_WORDS (X_TYPE == 2 ? 16 : 8)           // 32-bit words of a lane's 16 elements of x
 #define X_BYTES (X_TYPE == 2 ? 4 : 2)            // of an element
-#define X_STAGED (X_TYPE == 2 || GROUPS > 1 || X_ROWS > 2)      // x waits in shared memory, else in registers
+#define X_STAGED (X_TYPE == 2 || GROUPS > 1)     // x is copied as it is to shared memory, else comes by way of registers
+#define X_LANE_WORDS (TILES > 6 && X_ROWS <= 2 ? 2 : 4)         // of x that a lane brings at once: large passes leave few registers
+#define X_GROUP (X_STAGED || X_ROWS > X_LANE_WORDS ? 1 : X_LANE_WORDS / X_ROWS)    // units whose x a warp brings at once
 #define X_PITCH (UNIT * X_BYTES + 16)            // of a row of a warp's x in shared memory
 #define SUMS (TERMS == 2 || X_TERMS == 2 ? 2 : 1)
 #define LOW_WEIGHT 0.00048828125f                // 2^-11: the second terms are kept 2^11 times larger
@@ -70,17 +73,21 @@
 #define PEERS_AT (SUMS_AT + SUM_WARPS * WARP_SUMS * 4)
 #define OUTPUTS (GROUPS * X_ROWS * ROWS)         // of a pass
 #define X_AT (PEERS_AT + (SPLIT - 1) * OUTPUTS * 4)
-#define MAP256_AT (X_AT + WARPS * GROUPS * X_ROWS * X_PITCH)
+#define X_WARP_BYTES (GROUPS * X_GROUP * X_ROWS * X_PITCH)
+#define MAP256_AT (X_AT + WARPS * X_WARP_BYTES)
 #define BARRIERS_AT (MAP256_AT + (SCALE_KIND == 1 ? 1024 : 0))
 #define SLOT_FULL(slot) (16 * (slot))            // from BARRIERS_AT; "empty" is 8 further
 #define INBOX_FULL (16 * STAGES)
-#define ADDED_AT (BARRIERS_AT + 16 * (STAGES + 2))    // what adapters add to a pass's outputs; its barriers follow the inbox's
+#define ADDED_AT (BARRIERS_AT + 16 * (STAGES + 3))    // what adapters add to a pass's outputs; its barriers follow the inbox's
 #define ADDED_FULL (16 * STAGES + 16)
+#define X_THERE (16 * STAGES + 32)               // all warps have got x of theirs
 #define EXPAND_COLUMNS (GROUPS * X_ROWS)
 #define EXPAND_ROWS ROWS
 #define EXPAND_WARPS 1
 #define EXPAND_PAIR (RESIDENT == 1 ? 2 : 1)
 
+#define FIRST_SLOTS (EARLY < STAGES ? EARLY : STAGES)
+#define X_AWAITED (X_STAGED || X_ROWS == 8)      // whether other slots wait until x has come, else until it is asked for
 #define ROUNDS (STAGES / TEAMS)                  // of all teams' slots
 // A barrier tells odd turns of a slot from even ones alone, so each slot must always serve the same team.
 static_assert(STAGES % TEAMS == 0, "the ring holds whole rounds of teams");
@@ -109,6 +116,30 @@ struct Problem {
 #include "codebook_numbers.cuh"
 #include "codebook_decode.cuh"
 #include "codebook_scales.cuh"
+// What a block has to do.
+struct Share {
+    u32 rank;                       // in its cluster
+    int slab;                       // its first row of W
+    int tiles, passes;              // of its slab
+    int unit_begin, unit_end;       // of K
+    int stages;                     // of a pass
+
+    METHOD int run() const { return stages / TEAMS * TEAM; }    // units of a team, one after another
+    METHOD int first_unit(int warp) const { return unit_begin + warp / TEAM * run() + warp % TEAM; }
+};
+
+DEVICE Share share_of(const Problem& p) {
+    const int block = this_block(), cluster = block / SPLIT;
+    Share share;
+    share.rank = block % SPLIT;
+    share.tiles = p.tiles + (cluster < p.larger);
+    share.slab = 16 * (cluster * p.tiles + min(cluster, p.larger));
+    share.passes = (share.tiles + TILES - 1) / TILES;
+    share.unit_begin = share.rank * p.units, share.unit_end = min(p.k / UNIT, share.unit_begin + p.units);
+    share.stages = share.unit_begin < share.unit_end ? (share.unit_end - share.unit_begin + WARPS - 1) / WARPS * TEAMS : 0;
+    return share;
+}
+
 #include "codebook_mma_copies.cuh"
 #include "codebook_mma_x.cuh"
 #if ADAPTERS
@@ -136,15 +167,7 @@ DEVICE int tiles_now(const Problem& p, u32 round) {
     return min(TILES, share.tiles - pass_of(p, round) * TILES);
 }
 
-// Sends for the x of a warp's first unit of a pass.
-DEVICE void start_pass(const Problem& p, Fetch& fetch) {
-    const Share share = share_of(p);
-    const int thread = this_thread(), lane = thread & 31, unit = share.first_unit(thread >> 5);
-    fetch.begin(p, unit, lane);
-    if (unit < share.unit_end) fetch.start(p);
-}
-
-// One multiplying warp's pass over T tiles. Its first unit's x is on its way; at the end the next pass's is.
+// One multiplying warp's pass over T tiles. Its first units' x is there; at the end the next pass's is.
 template <int T>
 DEVICE void multiply_pass(const Problem& p, u32 base, float inverse, u32& round, Fetch& fetch) {
     const Share share = share_of(p);
@@ -156,33 +179,30 @@ DEVICE void multiply_pass(const Problem& p, u32 base, float inverse, u32& round,
     const u32 scales_at = base + SCALES_AT + scale_chunk(row, mine * SUBS >> 2) + (mine * SUBS & 3) * 4;
 
     float acc[T][GROUPS][4] = {};
-    int unit = share.first_unit(warp);
-    fetch.finish(lane);
-#if !X_STAGED
-    if (unit + TEAM < share.unit_end) fetch.start(p);
-#endif
+    int unit = share.first_unit(warp), at = 0;    // its place among those whose x is there
     __syncwarp();
     for (const u32 end = round + share.stages / TEAMS; round < end; unit += TEAM, ++round) {
         const u32 slot = round % ROUNDS * TEAMS + (this_thread() >> 7), full = barriers + SLOT_FULL(slot);
         barrier_wait(full, round / ROUNDS & 1);
-        if (unit < share.unit_end) {    // the last teams may have come to the end of K
-            Activations x[GROUPS];
-            fetch.read(x, lane);
+        const bool some = unit < share.unit_end;    // the last teams may have come to the end of K
+        Activations x[GROUPS] = {};
+        if (some) fetch.read(x, at, lane);
 #if X_STAGED
-            __syncwarp();
-            if (unit + TEAM < share.unit_end) fetch.start(p);
+        __syncwarp();
+        fetch.next(p);
 #endif
-            multiply_unit<T>(codes_at + slot * CODE_BYTES, scales_at + slot * SCALE_BYTES, bank, x, acc);
-        }
+        if (some) multiply_unit<T>(codes_at + slot * CODE_BYTES, scales_at + slot * SCALE_BYTES, bank, x, acc);
         __syncwarp();
         if (lane == 0) barrier_arrive(full + 8);
-        if (unit + TEAM < share.unit_end) fetch.finish(lane);
+        if (++at == X_GROUP || round + 1 == end) {
+            at = 0;
+            fetch.finish();
 #if !X_STAGED
-        if (unit + 2 * TEAM < share.unit_end) fetch.start(p);
+            fetch.next(p);
 #endif
+        }
         __syncwarp();
     }
-    start_pass(p, fetch);
     reduce_and_store<T>(p, base, pass_of(p, round) - 1, inverse, acc);
 }
 
@@ -292,6 +312,7 @@ static __device__ __noinline__ void bring_adapters(const Problem& p, u32 base) {
     const int items = list_items(p.expand, 0, p.m, added + EXPAND_ITEMS_AT);
     __syncwarp();
     prefetch_items(p.expand, added + EXPAND_ITEMS_AT, items, 0, share.slab, 16 * share.tiles, p.n);
+    previous_kernel_done();    // h is read
 #pragma unroll 1
     for (int pass = 0; pass < share.passes; ++pass) {
         if (pass > 0) barrier_wait_long(full + 8, (pass - 1) & 1);
@@ -324,6 +345,7 @@ codebook_mma(const __grid_constant__ Maps maps, const __grid_constant__ Codebook
             }
             barrier_init(barriers + INBOX_FULL, 32 * WARPS * (SPLIT - 1) + (SPLIT == 1));
             barrier_init(barriers + INBOX_FULL + 8, 32 * WARPS);
+            barrier_init(barriers + X_THERE, WARPS);
 #if ADAPTERS
             barrier_init(barriers + ADDED_FULL, 1);
             barrier_init(barriers + ADDED_FULL + 8, WARPS);
@@ -331,7 +353,7 @@ codebook_mma(const __grid_constant__ Maps maps, const __grid_constant__ Codebook
             barriers_visible();
         }
         __syncwarp();
-        if (elected()) copies.copy<false>(maps, p, base, STAGES, lane);
+        if (elected()) copies.copy<false>(maps, p, base, FIRST_SLOTS, lane);
     } else if (warp < WARPS) {    // builds its share of the table, one copy of each pair of weights a bank
         build_table<WARPS>(codebook, base, warp, lane);
     }
@@ -342,15 +364,24 @@ codebook_mma(const __grid_constant__ Maps maps, const __grid_constant__ Codebook
     cluster_arrive();
 
     if (warp == COPY_WARP) {
-        if (elected()) copies.copy<true>(maps, p, base, copies.left, lane);
+        if (elected()) {
+            // x would wait behind all that is sent for before it
+#if X_AWAITED
+            barrier_wait(base + BARRIERS_AT + X_THERE, 0);
+#else
+            previous_kernel_done();
+#endif
+            copies.copy<false>(maps, p, base, STAGES - FIRST_SLOTS, lane);
+            copies.copy<true>(maps, p, base, copies.left, lane);
+        }
         __syncwarp();
         cluster_wait();
         return;
     }
 #if ADAPTERS
     if (warp == SIDE_WARP + SIDES) {
-        previous_kernel_done();    // the index and h are read
         if (share_of(p).rank == 0) bring_adapters(p, base);
+        previous_kernel_done();
         __syncwarp();
         cluster_wait();
         return;
@@ -366,8 +397,16 @@ codebook_mma(const __grid_constant__ Maps maps, const __grid_constant__ Codebook
 #endif
     previous_kernel_done();    // from here on x is read and out written
     u32 round = 0;
-    Fetch fetch(base + X_AT + warp * GROUPS * X_ROWS * X_PITCH);
-    start_pass(p, fetch);
+    Fetch fetch(p, base + X_AT + warp * X_WARP_BYTES, share_of(p).first_unit(warp), lane);
+    fetch.next(p);
+    fetch.finish();
+#if X_AWAITED
+    __syncwarp();
+    if (lane == 0) barrier_arrive(base + BARRIERS_AT + X_THERE);
+#endif
+#if !X_STAGED
+    fetch.next(p);
+#endif
     for (int tiles; (tiles = tiles_now(p, round)) > 0;)
         if (tiles == TILES)
             multiply_pass<TILES>(p, base, codebook.inverse, round, fetch);

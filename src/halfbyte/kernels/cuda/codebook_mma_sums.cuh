@@ -52,30 +52,6 @@ DEVICE void multiply_unit(u32 codes, u32 scales, u32 bank, const Activations (&x
     }
 }
 
-// What a block has to do.
-struct Share {
-    u32 rank;                       // in its cluster
-    int slab;                       // its first row of W
-    int tiles, passes;              // of its slab
-    int unit_begin, unit_end;       // of K
-    int stages;                     // of a pass
-
-    METHOD int run() const { return stages / TEAMS * TEAM; }    // units of a team, one after another
-    METHOD int first_unit(int warp) const { return unit_begin + warp / TEAM * run() + warp % TEAM; }
-};
-
-DEVICE Share share_of(const Problem& p) {
-    const int block = this_block(), cluster = block / SPLIT;
-    Share share;
-    share.rank = block % SPLIT;
-    share.tiles = p.tiles + (cluster < p.larger);
-    share.slab = 16 * (cluster * p.tiles + min(cluster, p.larger));
-    share.passes = (share.tiles + TILES - 1) / TILES;
-    share.unit_begin = share.rank * p.units, share.unit_end = min(p.k / UNIT, share.unit_begin + p.units);
-    share.stages = share.unit_begin < share.unit_end ? (share.unit_end - share.unit_begin + WARPS - 1) / WARPS * TEAMS : 0;
-    return share;
-}
-
 // ---- the end of a pass
 
 DEVICE void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS) : "memory"); }

@@ -7,31 +7,46 @@ struct Activations {
 };
 
 // A unit's x in B fragments. Scaling brings the largest of each row to 2^14: bf16's 8 bits then fit fp16 exactly, and fp32's
-// 24 bits fit two fp16 numbers to 22. x is fetched while the unit before is multiplied.
-#if X_STAGED
-struct Fetch {    // by asynchronous copies into the warp's buffer, as it is in memory
-    const char* from;
+// 24 bits fit two fp16 numbers to 22. x is fetched while units before are multiplied.
+//
+// A warp's units follow one another, pass after pass the same: `next` sends for the X_GROUP units that come next, `finish` has
+// them in the warp's buffer.
+struct Sequence {
+    const char* from;    // of a lane, in the first row of x and the first unit of a pass
     u32 buffer;
+    int ahead;    // the number in a pass of the unit that is sent for next
 
-    METHOD explicit Fetch(u32 buffer) : buffer(buffer) {}
-    METHOD void begin(const Problem& p, int unit, int) { from = (const char*)p.x + (long long)unit * UNIT * X_BYTES; }
+    METHOD Sequence(const char* from, u32 buffer) : from(from), buffer(buffer), ahead(0) {}
 
-    METHOD void start(const Problem& p) {
+    // Where the lane's part of what is sent for next is in the first row of x; null beyond K.
+    METHOD const char* step(const Problem& p) {
+        const Share share = share_of(p);
+        const char* at = from + (long long)ahead * (TEAM * UNIT * X_BYTES);
+        ahead = ahead + X_GROUP < share.stages / TEAMS ? ahead + X_GROUP : 0;
+        return at < (const char*)p.x + (long long)share.unit_end * (UNIT * X_BYTES) ? at : nullptr;
+    }
+};
+#if X_STAGED
+struct Fetch : Sequence {    // by asynchronous copies, as it is in memory
+    METHOD Fetch(const Problem& p, u32 buffer, int unit, int) : Sequence((const char*)p.x + (long long)unit * UNIT * X_BYTES, buffer) {}
+
+    METHOD void next(const Problem& p) {    // all lanes have read what was there
         constexpr int chunks = UNIT * X_BYTES / 16;    // of a row
         const int lane = this_thread() & 31;
+        const char* unit = step(p);
+        if (unit == nullptr) return;
 #pragma unroll
         for (int i = 0; i < GROUPS * X_ROWS * chunks; i += 32) {
             const int row = (i + lane) / chunks, chunk = (i + lane) % chunks;
             if (i + 32 > GROUPS * X_ROWS * chunks && row >= GROUPS * X_ROWS) continue;
-            const char* at = from + min(row, p.m - 1) * p.x_stride * X_BYTES + chunk * 16;
+            const char* at = unit + min(row, p.m - 1) * p.x_stride * X_BYTES + chunk * 16;
             asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(buffer + row * X_PITCH + chunk * 16), "l"(at) : "memory");
         }
-        from += TEAM * UNIT * X_BYTES;
     }
 
-    METHOD void finish(int) { asm volatile("cp.async.wait_all;" ::: "memory"); }
+    METHOD void finish() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-    METHOD void read(Activations (&x)[GROUPS], int lane) {
+    METHOD void read(Activations (&x)[GROUPS], int, int lane) {
         const int q = lane & 3;
 #pragma unroll
         for (int j = 0; j < GROUPS; ++j) {
@@ -77,48 +92,62 @@ struct Fetch {    // by asynchronous copies into the warp's buffer, as it is in 
     }
 };
 #else
-struct Fetch {    // by loads of X_ROWS words a lane, which scales them and shares them through the warp's buffer
-    static constexpr int lanes = 32 / X_ROWS;    // of a row
-    const char* from;
-    u32 buffer, raw[X_ROWS], inverse;
+// By loads of 8 or 16 bytes a lane, which it scales when the units before have been multiplied and shares through the buffer: there a
+// row of x in a unit has X_PITCH bytes, at the end of which lies what undoes its scaling.
+struct Fetch : Sequence {
+    static constexpr int lanes = 32 / X_LANE_WORDS, parts = X_GROUP * X_ROWS / X_LANE_WORDS;    // of a row in a unit; of a lane
+    u32 word[parts][X_LANE_WORDS];
 
-    METHOD explicit Fetch(u32 buffer) : buffer(buffer), inverse(0x3F800000u) {}
-    METHOD void begin(const Problem& p, int unit, int lane) {
-        from = (const char*)p.x + ((long long)unit * UNIT + lane / lanes * p.x_stride + lane % lanes * X_ROWS * 2) * X_BYTES;
+    METHOD Fetch(const Problem& p, u32 buffer, int unit, int lane)
+        : Sequence((const char*)p.x + (long long)(unit + TEAM * (lane / (lanes * X_ROWS))) * UNIT * X_BYTES + lane % lanes * (4 * X_LANE_WORDS), buffer) {}
+
+    METHOD void next(const Problem& p) {
+        const int lane = this_thread() & 31;
+        const char* unit = step(p);
+        if (unit == nullptr) return;
+#pragma unroll
+        for (int i = 0; i < parts; ++i) {
+            const int row = X_LANE_WORDS * i + lane / lanes % X_ROWS;
+            const char* at = unit + (X_ROWS == 1 ? 0 : min(row, p.m - 1) * p.x_stride * X_BYTES);
+            if (X_LANE_WORDS == 2)
+                asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(word[i][0]), "=r"(word[i][1]) : "l"(at));
+            else
+                asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(word[i][0]), "=r"(word[i][1]), "=r"(word[i][X_LANE_WORDS - 2]), "=r"(word[i][X_LANE_WORDS - 1]) : "l"(at));
+        }
     }
 
-    METHOD void start(const Problem&) {
-#if X_ROWS == 1
-        asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(raw[0]) : "l"(from));
-#else
-        asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(raw[0]), "=r"(raw[1]) : "l"(from));
-#endif
-        from += TEAM * UNIT * X_BYTES;
-    }
-
-    // What `start` fetched goes to the buffer; all lanes have read what was there.
-    METHOD void finish(int lane) {
+    METHOD void finish() {    // all lanes have read what was there
+        const int lane = this_thread() & 31;
+#pragma unroll
+        for (int i = 0; i < parts; ++i) {
+            const u32 row = buffer + (X_LANE_WORDS * i + lane / lanes) * X_PITCH;
+            u32(&w)[X_LANE_WORDS] = word[i];
 #if X_TYPE == 1
-        const PowerOfTwo power = power_for<lanes>(magnitude(0, max_bf16x2(raw[0] & 0x7FFF7FFFu, raw[X_ROWS - 1] & 0x7FFF7FFFu)));
-        inverse = power.inverse;
+            u32 top = 0;
 #pragma unroll
-        for (int i = 0; i < X_ROWS; ++i) raw[i] = scaled_bf16x2(raw[i], power.scale);
+            for (int j = 0; j < X_LANE_WORDS; ++j) top = max_bf16x2(top, w[j] & 0x7FFF7FFFu);
+            const PowerOfTwo power = power_for<lanes>(magnitude(0, top));
+#pragma unroll
+            for (int j = 0; j < X_LANE_WORDS; ++j) w[j] = scaled_bf16x2(w[j], power.scale);
+            if (lane % lanes == 0) sts32(row + UNIT * X_BYTES, power.inverse);
 #endif
-        const u32 to = buffer + lane / lanes * X_PITCH + lane % lanes * X_ROWS * 4;
-        if (X_ROWS == 1)
-            sts32(to, raw[0]);
-        else
-            asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to), "r"(raw[0]), "r"(raw[X_ROWS - 1]) : "memory");
+            const u32 at = row + lane % lanes * (4 * X_LANE_WORDS);
+            if (X_LANE_WORDS == 2)
+                asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(w[0]), "r"(w[1]) : "memory");
+            else
+                sts128(at, w[0], w[1], w[X_LANE_WORDS - 2], w[X_LANE_WORDS - 1]);
+        }
     }
 
-    METHOD void read(Activations (&x)[GROUPS], int lane) {
-        const u32 at = buffer + (lane >> 2) % X_ROWS * X_PITCH + (lane & 3) * (BLOCK == 64 ? 32 : 16);
+    METHOD void read(Activations (&x)[GROUPS], int place, int lane) {
+        const u32 rows = buffer + place * X_ROWS * X_PITCH, at = rows + (lane >> 2) * X_PITCH + (lane & 3) * (BLOCK == 64 ? 32 : 16);
         u32(&word)[8] = x[0].word;
+        if (lane >> 2 < X_ROWS)    // whose column of sums is somebody's
 #pragma unroll
-        for (int i = 0; i < 8; i += 4) lds128(at + i * (BLOCK == 64 ? 4 : 16), word[i], word[i + 1], word[i + 2], word[i + 3]);
+            for (int i = 0; i < 8; i += 4) lds128(at + i * (BLOCK == 64 ? 4 : 16), word[i], word[i + 1], word[i + 2], word[i + 3]);
 #pragma unroll
         for (int c = 0; c < 2; ++c)    // a lane's sums are of rows 2q and 2q + 1
-            x[0].unscale[c] = __uint_as_float(X_ROWS == 1 || X_TYPE == 0 ? inverse : __shfl_sync(~0u, inverse, c * lanes));
+            x[0].unscale[c] = X_TYPE == 0 ? 1.f : __uint_as_float(lds32(rows + (2 * (lane & 3) + c) % X_ROWS * X_PITCH + UNIT * X_BYTES));
     }
 };
 #endif
