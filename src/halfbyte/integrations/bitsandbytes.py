@@ -461,8 +461,9 @@ def format_key(state: Any) -> str | None:
 
 def raw_parts(codes: Tensor, state: Any) -> list[Tensor]:
     """The tensors of a weight of bitsandbytes in halfbyte's order: its very own, where their dtypes allow that."""
-    if codes.dtype != torch.uint8:
-        codes = _octets(codes.detach())
+    with torch._C.DisableTorchFunctionSubclass():  # else Params4bit makes a look at its dtype five times as long
+        if codes.dtype != torch.uint8:
+            codes = _octets(codes.detach())
     if not state.nested:
         return [codes, flat_scales(state.absmax)]
     outer = state.state2

@@ -70,8 +70,9 @@ class Join:
     def _now(self) -> list[int]:
         """Where the members' tensors are."""
         tensors = [part for layer in self.members for part in layer._part_list()]
-        tensors += [layer.bias for layer in self.members if layer.bias is not None]
-        return [tensor.data_ptr() for tensor in tensors]
+        tensors += [bias for layer in self.members if (bias := layer._parameters["bias"]) is not None]
+        with torch._C.DisableTorchFunctionSubclass():  # or asking bitsandbytes' Params4bit takes ten times as long
+            return [tensor.data_ptr() for tensor in tensors]
 
     def intact(self) -> bool:
         """Whether the members' tensors still are where they were joined. If not, the members are set apart."""
