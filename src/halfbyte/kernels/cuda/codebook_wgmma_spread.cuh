@@ -72,25 +72,31 @@ DEVICE void tell(const Problem& p, const Shares& s, u32 base) {
 
 // A tile's outputs: its pieces' sums, added in order.
 DEVICE void finish_tile(const Problem& p, const Shares& s, int tile, float inverse) {
+    constexpr int batch = QUADS >= 2 * CONSUMERS ? 2 : 1;    // whose sums are fetched at once
 #pragma unroll 1
-    for (int i = this_thread(); i < QUADS; i += CONSUMERS) {
-        const float* from = sums_of(p, s, tile * PIECES) + 4 * i;
-        float sums[PIECES][4];
+    for (int first = this_thread(); first < QUADS; first += batch * CONSUMERS) {
+        float sums[batch][PIECES][4];
 #pragma unroll
-        for (int e = 0; e < PIECES; ++e) load4(from + e * (4 * QUADS), sums[e]);
-        const int thread = i & 127, lane = thread & 31, column = i / 128 % (SUMS / 4) * 8 + 2 * (lane & 3);
-        const int n = tile * ROWS + i / 128 / (SUMS / 4) * 64 + thread / 32 * 16 + row_of(lane >> 2);
+        for (int b = 0; b < batch; ++b)
 #pragma unroll
-        for (int c = 0; c < 4; ++c) {
-            float total = 0.f;
+            for (int e = 0; e < PIECES; ++e) load4(sums_of(p, s, tile * PIECES + e) + 4 * (first + b * CONSUMERS), sums[b][e]);
 #pragma unroll
-            for (int r = 0; r < RANKS; ++r) {
-                float of_rank = 0.f;
+        for (int b = 0; b < batch; ++b) {
+            const int i = first + b * CONSUMERS, thread = i & 127, lane = thread & 31;
+            const int column = i / 128 % (SUMS / 4) * 8 + 2 * (lane & 3);
+            const int n = tile * ROWS + i / 128 / (SUMS / 4) * 64 + thread / 32 * 16 + row_of(lane >> 2);
 #pragma unroll
-                for (int e = 0; e < 4; ++e) of_rank += sums[4 * r + e][c];
-                total = r == 0 ? of_rank : total + of_rank;
+            for (int c = 0; c < 4; ++c) {
+                float total = 0.f;
+#pragma unroll
+                for (int r = 0; r < RANKS; ++r) {
+                    float of_rank = 0.f;
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) of_rank += sums[b][4 * r + e][c];
+                    total = r == 0 ? of_rank : total + of_rank;
+                }
+                if (n + c / 2 * 8 < p.n && column + c % 2 < p.m) store(p, column + c % 2, n + c / 2 * 8, total, inverse, -0.f);
             }
-            if (n + c / 2 * 8 < p.n && column + c % 2 < p.m) store(p, column + c % 2, n + c / 2 * 8, total, inverse, -0.f);
         }
     }
 }
