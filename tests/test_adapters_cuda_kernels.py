@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import product
 from typing import Any
 
 import pytest
@@ -36,37 +37,45 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 @needs_nvrtc
 @pytest.mark.parametrize("arch", adapters_shrink.ARCHITECTURES)
 @pytest.mark.parametrize(
-    ("x_dtype", "a_dtype", "m", "wide"),
+    ("x_dtype", "a_dtype", "k", "wide"),
     [
-        (BF16, BF16, 1, True),
-        (FP16, FP16, 16, True),
-        (BF16, BF16, 64, True),
-        (BF16, FP32, 64, True),
-        (BF16, BF16, 8, False),
+        (BF16, BF16, 5120, True),
+        (FP16, FP16, 32768, True),
+        (BF16, FP32, 5120, True),
+        (BF16, BF16, 5120, False),
     ],
     ids=str,
 )
 def test_shrink_compiles_without_spills(
-    arch: str, x_dtype: torch.dtype, a_dtype: torch.dtype, m: int, wide: bool
+    arch: str, x_dtype: torch.dtype, a_dtype: torch.dtype, k: int, wide: bool
 ) -> None:
-    config = adapters_shrink.configure(x_dtype, a_dtype, m, 5120, wide, arch)
+    config = adapters_shrink.configure(x_dtype, a_dtype, k, wide, arch)
+    check_shrink(arch, config, x_dtype == a_dtype)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("k", "columns", "block"), [(5120, 16, 64), (5120, 64, 32), (32768, 32, 64)])
+def test_shrink_that_lays_x_out_compiles(k: int, columns: int, block: int) -> None:
+    check_shrink("sm_90a", adapters_shrink.configure(BF16, BF16, k, True, "sm_90a", columns, block), True)
+
+
+def check_shrink(arch: str, config: adapters_shrink.Config, tensor_cores: bool) -> None:
     cubin = nvrtc.compile(adapters_shrink.STEM, arch, asdict(config))
     code, found = sass.disassemble(cubin), sass.count(sass.disassemble(cubin).instructions)
     assert not code.local_memory()
     used = sass.resources(cubin)
-    assert used.registers <= (128 if config.GROUPS == 1 else 168)
+    assert used.registers <= 128
     if arch in adapters_shrink.CLUSTERS:
         assert config.WARPS == 2, (
             "a multiprocessor whose base kernel has 18 warps of 96 registers has room for two of 128"
         )
-        assert used.shared_bytes + 1024 <= adapters_expand.BESIDE or config.GROUPS > 1
-    if x_dtype == a_dtype:
-        batch = 3 if config.GROUPS == 4 else 5
-        assert found["HMMA"] == 2 * batch * config.GROUPS
-        if wide:
-            assert sum(found[name] for name in found if name.startswith("LDG") and ".128" in name) == batch * (
-                2 + config.GROUPS
-            )
+        assert used.shared_bytes + 1024 <= adapters_expand.BESIDE
+    if tensor_cores:
+        batch = 5 if config.RANKS == 16 else 8
+        assert found["HMMA"] == 2 * batch
+        if config.WIDE:
+            wide = sum(found[name] for name in found if name.startswith("LDG") and ".128" in name)
+            assert wide == batch * (1 + config.RANKS // 8) + config.COLUMNS // 8, "of A and x, and of x for the image"
     else:
         assert not found["HMMA"]
         assert found["FFMA"] >= config.RANKS
@@ -74,21 +83,33 @@ def test_shrink_compiles_without_spills(
 
 def test_the_order_of_sums_does_not_depend_on_the_rows() -> None:
     for k in (64, 1024, 1025, 4096, 5120, 14336, 32768, 1 << 20):
-        seen = {adapters_shrink.configure(BF16, BF16, m, k, True, "sm_90a").CLUSTER for m in (1, 8, 9, 16, 64, 1000)}
+        imaged = (adapters_shrink.configure(BF16, BF16, k, True, "sm_90a", columns, 64) for columns in (0, 16, 32, 64))
+        seen = {(config.CLUSTER, config.WARPS, config.RANKS) for config in imaged}
         assert len(seen) == 1
-        (cluster,) = seen
+        cluster = seen.pop()[0]
         assert cluster in (1, 2, 4, 8, 16)
         assert cluster == 16 or k <= 256 * cluster
-    assert adapters_shrink.configure(BF16, BF16, 1, 5120, True, "sm_80").CLUSTER == 1, "no clusters there"
+    assert adapters_shrink.configure(BF16, BF16, 5120, True, "sm_80").CLUSTER == 1, "no clusters there"
 
 
 @pytest.mark.parametrize(("m", "slots", "width"), [(1, 1, 16), (64, 64, 16), (16, 8, 64), (64, 1000, 768), (3, 2, 7)])
 def test_no_more_clusters_than_items_nor_than_fit(m: int, slots: int, width: int) -> None:
     for k in (1024, 5120, 32768):
-        config = adapters_shrink.configure(BF16, BF16, m, k, True, "sm_90a")
+        config = adapters_shrink.configure(BF16, BF16, k, True, "sm_90a")
         clusters = adapters_shrink.clusters_for(config, m, slots, width)
         assert 1 <= clusters * config.CLUSTER <= max(adapters_shrink.BLOCKS, config.CLUSTER)
-        assert clusters <= (min(m, slots + 1)) * -(-width // config.RANKS)
+        tiles = -(-width // config.RANKS)
+        assert clusters <= m * tiles
+
+
+def test_a_cluster_for_each_item_where_they_fit() -> None:
+    config = adapters_shrink.configure(BF16, BF16, 1024, True, "sm_90a")
+    for rows in (1, 7, 8, 9, 17, 24, 40):
+        for slots in (1, 2, 3):
+            kinds = slots + 1  # those without an adapter have an item, too
+            shares = (each for each in product(range(rows + 1), repeat=kinds) if sum(each) == rows)
+            most = max(sum(-(-count // 8) for count in each) for each in shares)
+            assert adapters_shrink.clusters_for(config, rows, slots, 16) == most
 
 
 def check_layout(stem: str, macros: dict[str, int], struct: str, mirror: type[ctypes.Structure]) -> None:
@@ -108,7 +129,7 @@ def check_layout(stem: str, macros: dict[str, int], struct: str, mirror: type[ct
 
 @needs_nvrtc
 def test_structs_are_what_the_kernels_take() -> None:
-    shrink = asdict(adapters_shrink.configure(BF16, BF16, 1, 1024, True, "sm_90a"))
+    shrink = asdict(adapters_shrink.configure(BF16, BF16, 1024, True, "sm_90a"))
     check_layout(adapters_shrink.STEM, shrink, "Problem", adapters_shrink._Problem)
     mma = asdict(codebook_mma.configure(NF4, BF16, 1, 4096, 4096, "sm_90a", 132)[0])
     check_layout(codebook_mma.STEM, mma, "Problem", codebook_mma._Problem)
@@ -146,7 +167,7 @@ def test_shrink_is_given_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
         pool.a.data_ptr(), pool.spans.data_ptr(), index.data_ptr(),
     )  # fmt: skip
     assert second["index"] is None
-    assert (first["k"], first["a_rows"], first["width"], first["slots"]) == (1024, pool.a.shape[0], pool.width, 3)
+    assert (first["k"], first["a_rows"], first["n"], first["slots"]) == (1024, pool.a.shape[0], pool.width, 3)
     assert first["blocks"] == 2 * first["clusters"] * 4, "two chunks of rows, clusters of four blocks for K = 1024"
     assert first["early_now"], "it waits for the kernel before it by itself"
 
@@ -158,28 +179,34 @@ def test_shrink_is_given_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 65536, 5120), (4, 6144, 5120), (8, 5120, 4096)])
 def test_mma_with_adapters_compiles(m: int, n: int, k: int) -> None:
     config = codebook_mma.with_adapters(codebook_mma.configure(NF4, BF16, m, n, k, "sm_90a", 132)[0], "sm_90a")
-    check_expand(codebook_mma.STEM, asdict(config), pair=2)
+    code = check_expand(codebook_mma.STEM, asdict(config), multiplies=2 * (2 * 2 + 2 * 3))
+    assert any(sass.opcode(line).startswith("LDGSTS.E.64") for line in code), "four numbers of B at once"
+    assert any(sass.opcode(line).startswith("LDGSTS.E.BYPASS.128") for line in code), "four of h"
     assert config.shared_bytes <= codebook_mma.room("sm_90a", 1)
 
 
 @needs_nvrtc
-@pytest.mark.parametrize(("m", "n", "k"), [(16, 65536, 5120), (32, 65536, 5120), (16, 5120, 4096), (32, 5120, 32768)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(16, 65536, 5120), (32, 65536, 5120), (16, 5120, 4096), (32, 5120, 32768), (64, 65536, 5120)]
+)
 def test_wgmma_with_adapters_compiles(m: int, n: int, k: int) -> None:
-    config = codebook_wgmma.with_adapters(codebook_wgmma.configure(NF4, BF16, m, n, k, 132, False))
-    check_expand(codebook_wgmma.STEM, asdict(config), pair=2 if config.PRODUCER_REGISTERS >= 64 else 1)
+    config = codebook_wgmma.configure(NF4, BF16, m, n, k, 132, False, adapters=True)
+    depth = 2 if config.threads == 640 else 3  # steps of 16 ranks whose B is on its way at once
+    code = check_expand(codebook_wgmma.STEM, asdict(config), multiplies=depth * 2 * 2 + 2 * 3)
+    assert sum(sass.opcode(line).startswith("LDG.E.EF.64") for line in code) == 2 * depth, "four numbers of B"
+    assert sum(sass.opcode(line).startswith("LDG.E.EL.128") for line in code) == depth, "four of h"
 
 
-def check_expand(stem: str, macros: dict[str, int], pair: int) -> None:
-    """pair: 16-row tiles of B that a side warp takes at once."""
+def check_expand(stem: str, macros: dict[str, int], multiplies: int) -> tuple[str, ...]:
+    """The code, whose main loop spills nothing; multiplies: for B in 16 bits and, one more for its rest, in fp32."""
     code = sass.disassemble(nvrtc.compile(stem, "sm_90a", macros))
     fp16 = [i for i, line in enumerate(code.instructions) if "HGMMA" in line or "HMMA.16816" in line]
     loops = [code.instructions[first : last + 1] for first, last in code.loops if any(first <= i <= last for i in fp16)]
     spills = {line for line in min(loops, key=len) if sass.opcode(line).startswith(("LDL", "STL"))}
     assert len(spills) <= 1, "at most one address of the main loop is read again for each stage"
-    assert len(code.local_memory()) <= (96 if macros.get("PRODUCER_REGISTERS", 64) < 64 else 12), "of side warps"
-    assert sum("TF32" in line for line in code.instructions) == pair * (2 * 2 + 2 * 3), "of B in 16 bits, of fp32"
-    assert any(sass.opcode(line).startswith("LDGSTS.E.64") for line in code.instructions), "four numbers of B at once"
-    assert any(sass.opcode(line).startswith("LDGSTS.E.BYPASS.128") for line in code.instructions), "four of h"
+    assert len(code.local_memory()) <= 40, "of side warps, and at the end of tiles"
+    assert sum("TF32" in line for line in code.instructions) == multiplies
+    return tuple(code.instructions)
 
 
 def test_rows_of_a_later_launch_have_their_own_part() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from dataclasses import dataclass
 from functools import reduce
 from math import ceil
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,6 +71,62 @@ def of_wgmma(config: Config, k: int, units: int) -> Chains:
     return chains
 
 
+@dataclass(frozen=True)
+class Turn:
+    """Turn of codebook_wgmma_walk.cuh: what a block does with a piece, in stages of all tiles."""
+
+    block: int
+    last: bool
+    piece: int
+    begin: int
+    end: int
+    begun: bool
+    whole: bool
+
+
+def turns_of(share: codebook_wgmma.Shares, block: int) -> list[Turn]:
+    def begin_of(block: int) -> int:
+        return block * share.each + min(block, share.longer)
+
+    def piece_with(stage: int) -> int:
+        return stage * share.inverse >> 32
+
+    first, last = begin_of(block), begin_of(block + 1) - 1
+    count = piece_with(last) - piece_with(first) + 1
+    turns = []
+    for turn in range(count):
+        piece = piece_with(first) + (count - 1 if turn == 0 else 0 if turn == count - 1 else turn)
+        begin, end = max(piece * share.run, first), min((piece + 1) * share.run, last + 1)
+        begun, whole = begin > piece * share.run, end == (piece + 1) * share.run
+        turns.append(Turn(block, turn == count - 1, piece, begin, end, begun, whole))
+    return turns
+
+
+def of_spread(config: Config, k: int, blocks: int, share: codebook_wgmma.Shares) -> list[Chains]:
+    """The units of each chain of each piece of each tile, as blocks take them and hand them over."""
+    pieces: dict[int, list[Turn]] = {}
+    for block in range(blocks):
+        turns = turns_of(share, block)
+        assert all(turn.whole for turn in turns[1:]), "chains are handed over before anything else"
+        assert not any(turn.begun for turn in turns[:-1]), "others' chains are gone on with at the end"
+        assert not any(turn.begun and not turn.whole for turn in turns), "no one waits for whom waits"
+        for turn in turns:
+            pieces.setdefault(turn.piece, []).append(turn)
+    tiles: list[Chains] = [{} for _ in range(share.tiles)]
+    for piece, turns in pieces.items():
+        turns.sort(key=lambda turn: turn.begin)
+        assert [turn.begun for turn in turns] == [False, *(True for _ in turns[1:])]
+        assert [turn.whole for turn in turns] == [*(False for _ in turns[1:]), True]
+        assert all(after.block == before.block + 1 for before, after in zip(turns, turns[1:], strict=False))
+        stages = [stage for turn in turns for stage in range(turn.begin, turn.end)]
+        tile, number = divmod(piece, pieces_of(config))
+        first = tile * pieces_of(config) * share.run
+        for chain in range(TEAM):
+            walked = [(stage - first) * TEAM + chain for stage in stages]
+            tiles[tile][number // 4, number % 4, chain] = [unit for unit in walked if unit < k // UNIT]
+    return tiles
+
+
 @pytest.fixture
 def bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches can be made without a GPU, and not be launched."""
@@ -92,20 +150,31 @@ def test_every_row_and_unit_is_someones_once_and_pieces_are_teams(n: int, k: int
     assert sorted(unit for chain in wanted.values() for unit in chain) == list(range(k // UNIT))
     assert all(of_mma(n, k, m) == wanted for m in (2, 8, 16))
     weight = weight_without_memory(n, k)
+    spread: set[tuple[int, int]] = set()
     for m in (9, 32, 64):
         configs = all_configurations(n, k, m)
         assert configs
         assert len({config.RANKS for config in configs}) == 1
         for config in configs:
             launch = codebook_wgmma.launch(weight, config, 0, MULTIPROCESSORS)
-            assert of_wgmma(config, k, launch._call.units) == wanted
             blocks = launch.record.config.grid[0]
             assert blocks <= MULTIPROCESSORS
+            if config.SPREAD:
+                share = launch._arguments[-2]
+                tiles_of_chains = of_spread(config, k, blocks, share)
+                assert len(tiles_of_chains) == ceil(n / config.rows)
+                assert all(chains == wanted for chains in tiles_of_chains)
+                sizes = {sum(turn.end - turn.begin for turn in turns_of(share, block)) for block in range(blocks)}
+                assert max(sizes) - min(sizes) <= 1, "blocks have as much to do"
+                spread.add((n, k))
+                continue
+            assert of_wgmma(config, k, launch._call.units) == wanted
             clusters, rest = divmod(blocks, config.CLUSTER)
             assert rest == 0
             tiles = [tile for cluster in range(clusters) for tile in range(cluster, ceil(n / config.rows), clusters)]
             assert sorted(tiles) == list(range(ceil(n / config.rows)))
             assert clusters <= len(tiles), "no cluster has nothing to do"
+    assert spread or (n, k) not in ((1000, 32768), (300, 4096)), "where pieces are alike"
 
 
 def row_of(g: int) -> int:
@@ -116,11 +185,37 @@ def distinct(configs: list[Config], *names: str) -> list[Config]:
     return list({tuple(getattr(config, name) for name in names): config for config in configs}.values())
 
 
+def assert_spread_sums_are_read_where_they_were_put(config: Config) -> None:
+    """store4 in add_chains, and finish_tile: four sums of a thread at a time."""
+    sums = config.COLUMNS // 2
+    put = {}
+    for row_group in range(config.ROW_GROUPS):
+        for thread in range(128):
+            for i in range(sums):
+                warp, g, q = thread // 32, thread % 32 // 4, thread % 4
+                row = 64 * row_group + 16 * warp + row_of(g) + 8 * (i >> 1 & 1)
+                place = (row_group * sums + i // 4 * 4) * 128 + 4 * thread + i % 4
+                put[row, 8 * (i // 4) + 2 * q + (i & 1)] = place
+    read = {}
+    for quad in range(config.rows * config.COLUMNS // 4):
+        thread = quad & 127
+        lane = thread & 31
+        column = quad // 128 % (sums // 4) * 8 + 2 * (lane & 3)
+        row = quad // 128 // (sums // 4) * 64 + thread // 32 * 16 + row_of(lane >> 2)
+        for c in range(4):
+            read[row + c // 2 * 8, column + c % 2] = 4 * quad + c
+    assert read == put
+    assert sorted(put.values()) == list(range(config.rows * config.COLUMNS))
+
+
 @pytest.mark.parametrize("m", [16, 32, 64])
 def test_every_output_is_read_where_its_sum_was_put(m: int) -> None:
     """sum_at, as add_chains and as finish of codebook_wgmma.cu use it."""
-    for config in distinct(all_configurations(5120, 32768, m), "ROW_GROUPS", "COLUMNS", "CLUSTER"):
+    for config in distinct(all_configurations(5120, 32768, m), "ROW_GROUPS", "COLUMNS", "CLUSTER", "SPREAD"):
         rows, columns = config.rows, config.COLUMNS
+        if config.SPREAD:
+            assert_spread_sums_are_read_where_they_were_put(config)
+            continue
 
         def sum_at(row_group: int, i: int, thread: int, columns: int = columns) -> int:
             return (row_group * (columns // 2) + i) * 128 + thread % 128
@@ -156,7 +251,7 @@ def added_by_mma(sums: Tensor) -> Tensor:
 
 
 def added_by_wgmma(config: Config, sums: Tensor) -> Tensor:
-    """add_chains and finish of codebook_wgmma.cu on the sums [ranks, pieces, chains, …] of its warpgroups."""
+    """add_chains and finish (or finish_tile) of codebook_wgmma.cu on the sums [ranks, pieces, chains, …] of warpgroups."""
     each_group = 4 // config.UNIT_GROUPS
     pieces = pieces_of(config)
     kept = []  # entries of the cluster's blocks, one after another
@@ -167,8 +262,8 @@ def added_by_wgmma(config: Config, sums: Tensor) -> Tensor:
             groups = [chains[i : i + each_group] for i in range(0, 4, each_group)]
             *passed, last = groups
             total = fold([*(fold(group) for group in passed), *last])
-            entry = piece if pieces <= 2 else piece // 4
-            entries[entry] = entries[entry] + total if pieces > 2 and piece % 4 else total
+            entry = piece if pieces <= 2 or config.SPREAD else piece // 4
+            entries[entry] = entries[entry] + total if entry in entries else total
         kept += [entries[entry] for entry in sorted(entries)]
     each = len(kept) // config.RANKS
     zero = torch.zeros_like(kept[0])
@@ -184,8 +279,9 @@ def test_sums_are_added_in_the_order_of_codebook_mma(shape: tuple[int, int]) -> 
         wanted = added_by_mma(sums)
         assert torch.equal(added_by_wgmma(config, sums), wanted)
         assert not torch.equal(sums.flatten(0, 2).sum(0), wanted), "another order gives other bits"
-        seen.add((config.UNIT_GROUPS, config.CLUSTER))
+        seen.add((config.UNIT_GROUPS, config.CLUSTER, config.SPREAD))
     assert len(seen) >= 9
+    assert any(spread for *_, spread in seen) == (shape != (65536, 5120)), "there a block would have too many turns"
 
 
 def test_ranks_are_those_of_codebook_mma_and_do_not_depend_on_m() -> None:
@@ -234,11 +330,12 @@ class Launches:
     def bind(self, weight: PackedWeight, dtype: torch.dtype, m: int, variant: object = None) -> Any:
         laying = variant == IMAGE_STEM
 
+        size = codebook_wgmma.stages_of(weight.shape[1]) * (codebook_wgmma.columns(m) * (512 + 16) + 16)
+
         def launch(
             x: Tensor, bias: Tensor | None, out: Tensor, stream: int, early: bool = False, fields: Any = None
         ) -> None:
             image = out if laying else x
-            size = codebook_wgmma.stages_of(weight.shape[1]) * (codebook_wgmma.columns(m) * (512 + 16) + 16)
             assert image.numel() >= size
             assert image.data_ptr() % 16 == 0
             assert x.shape[0] == out.shape[0]
@@ -250,6 +347,7 @@ class Launches:
                 out.fill_(1)
             self.made.append(("x" if laying else "multiply", x.shape[0], early))
 
+        launch.record = SimpleNamespace(image_bytes=size)  # type: ignore[attr-defined]
         return launch
 
 

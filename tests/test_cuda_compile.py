@@ -151,7 +151,7 @@ SERVED_SHAPES = (  # those of the targets for batches
     *((6144, 5120), (5120, 4096), (65536, 5120), (5120, 32768), (16384, 16384)),
     *((4096, 14336), (14336, 4096), (12288, 4096), (4096, 4096)),
 )
-CHOICES = ("ROW_GROUPS", "UNIT_GROUPS", "COLUMNS", "BLOCK", "X_TYPE", "CLUSTER", "RANKS", "SCALE_KIND")
+CHOICES = ("ROW_GROUPS", "UNIT_GROUPS", "COLUMNS", "BLOCK", "X_TYPE", "CLUSTER", "RANKS", "SCALE_KIND", "SPREAD")
 REGISTERS = 65536  # of a multiprocessor
 SHARED = 227 << 10  # bytes that a block may have
 
@@ -268,7 +268,7 @@ def test_laying_x_out_is_launched_with_blocks_of_two_warps(monkeypatch: pytest.M
     monkeypatch.setattr(nvrtc, "load", lambda *arguments: loaded.append(arguments))
     monkeypatch.setattr(nvrtc, "function", lambda kernel: 0)
     config = codebook_wgmma.configure(get_format("nf4"), BF16, 16, 4096, 4096, 132, False)
-    config_of_launch = codebook_wgmma.launch_image(config, 4096, 0, 132).record.config
+    config_of_launch = codebook_wgmma.launch_image(config, 4096, 4096, 0, 132).record.config
     assert config_of_launch.block[0] == 64
     assert config_of_launch.shared_bytes == 0
     assert loaded[0][0] == codebook_wgmma.IMAGE_STEM

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from .counters import bucket, counts
 from .kernels import adapters_shrink
 from .kernels.adapters import expand_with_torch, shrink_on_cpu, shrink_with_torch
+from .kernels.adapters_shrink import Shrink
 from .kernels.cpu import library
 from .kernels.registry import DTYPES, Expand, Kernel
 from .ops import (
@@ -126,6 +127,17 @@ def _shrink(x: Tensor, a: Tensor, spans: Tensor, index: Tensor | None, width: in
     return out.view(*x.shape[:-1], width)
 
 
+def start_shrink(
+    rows: Tensor, a: Tensor, spans: Tensor, index: Tensor | None, width: int
+) -> tuple[Tensor, Shrink | None]:
+    """h, fp32 [M, width], of rows [M, K], for `Expand`: its `shrunk`; its `shrink` where that has yet to write it."""
+    if rows.device.type != "cuda" or adapters_shrink.reason_against(rows) is not None:
+        return _shrink(rows, a, spans, index, width), None
+    _check_shrink(rows, a, spans, index, rows.shape[0])
+    shrink = Shrink.of(rows, a, spans, index, width)
+    return shrink.out, shrink
+
+
 def _linear_adapters(
     x: Tensor,
     parts: Sequence[Tensor],
@@ -138,17 +150,16 @@ def _linear_adapters(
     table: Tensor,
     scalings: Tensor,
     index: Tensor | None,
-    fresh: bool = False,
+    shrink: Shrink | None = None,
 ) -> Tensor:
     weight = checked_weight(x, parts, key, n, k)
     weight.check_input("x", x, k)
     if bias is not None:
         _check_bias(x, bias, weight.spec)
-        fresh = fresh and bias.is_contiguous()  # no copy of it comes between
         bias = bias.contiguous()
     rows = _rows(x)
     m = rows.shape[0]
-    expand = Expand(shrunk.reshape(m, shrunk.shape[-1]), b, table, scalings, index, fresh)
+    expand = Expand(shrunk.reshape(m, shrunk.shape[-1]), b, table, scalings, index, shrink)
     _check_expand(x, m, expand)
     out = rows.new_empty(m, n)
     kernel = weight.kernel(x.dtype, m)
@@ -178,11 +189,10 @@ def _linear_with_adapters(
     scalings: Tensor,
     index: Tensor | None,
 ) -> Tensor:
-    """Both operators, one right behind the other."""
+    """Both operators; where a kernel does the first, who does the second launches it together with its own."""
     rows = _rows(x)
-    shrunk = _shrink(rows, a, spans, index, width)
-    fresh = shrunk.numel() > 0 and adapters_shrink.reason_against(x) is None
-    out = _linear_adapters(rows, parts, bias, key, n, k, shrunk, b, table, scalings, index, fresh)
+    shrunk, shrink = start_shrink(rows, a, spans, index, width)
+    out = _linear_adapters(rows, parts, bias, key, n, k, shrunk, b, table, scalings, index, shrink)
     return out.view(*x.shape[:-1], n)
 
 

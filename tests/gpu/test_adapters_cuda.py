@@ -232,3 +232,41 @@ def test_many_adapters_over_many_rows():
                 b = layer.b[first * n : (first + stride) * n].view(n, stride)[:, :rank]
                 listed.append(Adapter(layer.a[start : start + rank], b, float(layer.scalings[slot])))
             reference.assert_within_contract(out, reference.linear(x, weight, None, listed, index), f"{name} M={m}")
+
+
+@pytest.mark.parametrize("m", [1, 3, 8, 16, 40])
+def test_graphs_on_two_streams_wait_for_their_rows(m):
+    """Layers behind each other, the first behind a slow kernel: none may read the rows of the replay before."""
+    size, replays = 1024, 40
+    weight = quantize(torch.randn(size, size, generator=seeded(0)) / size**0.5, "nf4-64").to("cuda")
+    pool = AdapterPool.random(size, size, [16, 16, 64, 16], dtype=torch.bfloat16, device="cuda")
+    index = (torch.arange(m) % 5 - 1).to("cuda", torch.int32)
+
+    def layers(x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = linear_with_adapters(x, weight, None, pool.layer(), index)
+        return x
+
+    rows = torch.randn(2, replays, m, size, generator=seeded(m)).to("cuda", torch.bfloat16)
+    wanted = [[layers(x).clone() for x in each] for each in rows]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    sources, outs, graphs = [], [], []
+    for stream in streams:
+        source = torch.zeros(m, size, dtype=torch.bfloat16, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        with torch.inference_mode(), torch.cuda.graph(graph, stream=stream):
+            torch.cuda._sleep(20_000)
+            out = layers(source * 1)
+        sources.append(source), outs.append(out), graphs.append(graph)
+    found = torch.empty_like(rows)
+    for replay in range(replays):
+        for number, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                sources[number].copy_(rows[number, replay])
+                graphs[number].replay()
+                found[number, replay].copy_(outs[number])
+    torch.cuda.synchronize()
+    for number in range(2):
+        for replay in range(replays):
+            assert torch.equal(found[number, replay], wanted[number][replay]), (number, replay)

@@ -134,10 +134,11 @@ def test_short_rings_give_the_same_bits(key: str, m: int) -> None:
     assert len(found) >= 6
     for config in found[:: len(found) // 5]:
         for stages in (2, config.STAGES):
-            image, out = codebook_wgmma.image_for(x), torch.full_like(wanted, torch.nan)
             chosen = replace(config, STAGES=stages)
-            codebook_wgmma.launch_image(chosen, k, index, multiprocessors)(x, None, image, stream, True)
-            codebook_wgmma.launch(weight, chosen, index, multiprocessors)(image, None, out, stream, False)
+            multiply = codebook_wgmma.launch(weight, chosen, index, multiprocessors)
+            image, out = codebook_wgmma.image_for(x, multiply), torch.full_like(wanted, torch.nan)
+            codebook_wgmma.launch_image(chosen, n, k, index, multiprocessors)(x, None, image, stream, True)
+            multiply(image, None, out, stream, False)
             assert torch.equal(out, wanted), f"{key} M={m}: {chosen}"
 
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..adapter_ops import shrink_op
+from ..adapter_ops import start_shrink
 from ..counters import bucket, counts
-from ..kernels import Kernel, adapters_shrink
+from ..kernels import Kernel
 from ..kernels.registry import Expand
 from . import bitsandbytes as switch
 from . import vllm_layers
@@ -241,9 +241,8 @@ class Adapters:
             raise switch.Unserved(f"{kernel.name} folds no adapters")
         rows = x if x.stride(1) == 1 else x.contiguous()
         rank, k = self.a.shape[2:]
-        shrunk = shrink_op(rows, self.a.view(-1, k), self.spans, index, rank)
-        fresh = m > 0 and adapters_shrink.reason_against(rows) is None  # that kernel wrote it, and nothing came between
-        expand = Expand(shrunk, self.b.view(-1), self.table, self.scalings, index, fresh)
+        shrunk, shrink = start_shrink(rows, self.a.view(-1, k), self.spans, index, rank)
+        expand = Expand(shrunk, self.b.view(-1), self.table, self.scalings, index, shrink)
         reason = kernel.run_adapters(rows, weight.packed, None, expand, out)
         if reason is not None:
             raise switch.Unserved(reason)

@@ -104,6 +104,8 @@ def shrink_with_torch(x: Tensor, a: Tensor, spans: Tensor, index: Tensor | None,
 
 def expand_with_torch(expand: Expand, bias: Tensor | None, n: int) -> Tensor:
     """As `expand_on_cpu`, on any device. An index out of range counts as none."""
+    if expand.shrink is not None:
+        expand.shrink.launch()
     m, width = expand.shrunk.shape
     device = expand.shrunk.device
     out = torch.zeros(m, n, device=device)

@@ -17,7 +17,7 @@ from .registry import Expand
 
 TABLE_ALIGNMENT = 16  # bytes, of the table
 BESIDE = 8 << 10  # bytes of shared memory that a block of adapters_shrink may find beside a base kernel's
-DEPTH = 3  # tiles that a warp has on their way, as in the kernels
+DEPTH = 3  # tiles on their way, as in adapters_expand.cuh
 
 
 class ExpandStruct(ctypes.Structure):
@@ -32,16 +32,22 @@ class ExpandStruct(ctypes.Structure):
         ("width", ctypes.c_int),
         ("slots", ctypes.c_int),
         ("b_type", ctypes.c_int),
+        ("signal", ctypes.c_void_p),
+        ("tag", ctypes.c_ulonglong),
     )
 
 
-def shared_bytes(rows: int, columns: int, warps: int, pair: int) -> int:
+def listed_bytes(columns: int) -> int:
+    """Shared memory for the items of `columns` rows of x, what is said of them, and a barrier."""
+    return 32 * columns + 32
+
+
+def shared_bytes(rows: int, columns: int, pair: int) -> int:
     """Shared memory for what is added to a tile of `rows` rows of W and `columns` of x.
 
-    Beside that its items, what `warps` warps have on its way to them, `pair` tiles of 16 rows of B at a time, and two
-    barriers.
+    Beside that its items, what is on its way, `pair` tiles of 16 rows of B at a time, and three barriers.
     """
-    return columns * (4 * (rows + 4) + 32) + warps * DEPTH * 512 * (1 + pair) + 16
+    return columns * (4 * (rows + 4) + 32) + DEPTH * 512 * (1 + pair) + 32
 
 
 def reason_against(expand: Expand) -> str | None:
@@ -51,8 +57,11 @@ def reason_against(expand: Expand) -> str | None:
     return None
 
 
-def fields_of(expand: Expand, first: int) -> dict[str, Any]:
-    """What a launch brings of them (`Launch.__call__`), for the rows of x from `first` on."""
+def fields_of(expand: Expand, first: int, signal: int = 0, tag: int = 0) -> dict[str, Any]:
+    """What a launch brings of them (`Launch.__call__`), for the rows of x from `first` on.
+
+    signal, tag: from `Shrink.launch_signalling`, right before.
+    """
     shrunk, index = expand.shrunk, expand.index
     width = shrunk.shape[1]
     struct = ExpandStruct(
@@ -64,6 +73,8 @@ def fields_of(expand: Expand, first: int) -> dict[str, Any]:
         width,
         expand.table.shape[0],
         X_TYPES[expand.b.dtype],
+        signal or None,
+        tag,
     )
     return {"expand": struct}
 

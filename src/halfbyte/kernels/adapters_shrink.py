@@ -2,11 +2,17 @@
 
 A launch is made for a class of calls (dtypes, K, how many rows and slots there may be) and kept; a call fills in its
 tensors. Nothing looks at the index from the host, so a CUDA graph of it may be replayed with any mix.
+
+`run` is for itself. A `Shrink` is launched by the kernel that adds the adapters to its outputs, right before its own
+launch, so that it need not wait for h with its multiply.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
+import secrets
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
 
@@ -14,7 +20,7 @@ import torch
 from torch import Tensor
 
 from . import nvrtc
-from .codebook import ALIGNMENT, X_TYPES, device_of
+from .codebook import ALIGNMENT, TEAM, UNIT, X_TYPES, device_of
 from .launch import Launch
 
 STEM = "adapters_shrink"
@@ -23,7 +29,11 @@ SEEN_RIGHT = ("sm_90a",)  # its answers were checked on; elsewhere torch serves 
 CLUSTERS = ("sm_90a", "sm_100")
 CHUNK = 64  # as in the kernel
 PORTABLE = 8  # blocks of a cluster, without asking for more
-BLOCKS = 512  # that share the items of a chunk, at most: a multiprocessor's registers hold six
+ROWS = 8  # of x, of an item
+BLOCKS = 512  # that share the items of a chunk, at most: a multiprocessor's registers hold eight
+# Each launch that signals has a number of its own, so that what memory held before is not taken for it.
+_numbers = itertools.count(secrets.randbits(46))
+_NO_SIGNAL: Mapping[str, int | None] = {"signal": None, "tag": 0}
 
 
 @dataclass(frozen=True)
@@ -32,13 +42,22 @@ class Config:
 
     X_TYPE: int
     A_TYPE: int
-    GROUPS: int
     RANKS: int
     CLUSTER: int
     WARPS: int
     WIDE: int
     OVERLAP: int
-    LATE: int
+    COLUMNS: int = 0
+    BLOCK: int = 0
+
+
+@dataclass(frozen=True)
+class Image:
+    """Where x is also laid out for codebook_wgmma, `columns` rows of it, for blocks of `block` weights."""
+
+    address: int
+    columns: int
+    block: int
 
 
 class _Problem(ctypes.Structure):
@@ -48,46 +67,62 @@ class _Problem(ctypes.Structure):
         ("out", ctypes.c_void_p),
         ("x_stride", ctypes.c_longlong),
         ("m", ctypes.c_int),
+        ("n", ctypes.c_int),
         ("bias_is_fp32", ctypes.c_int),
         ("a", ctypes.c_void_p),
         ("spans", ctypes.c_void_p),
         ("index", ctypes.c_void_p),
         ("k", ctypes.c_int),
         ("a_rows", ctypes.c_int),
-        ("width", ctypes.c_int),
         ("slots", ctypes.c_int),
         ("clusters", ctypes.c_int),
+        ("signal", ctypes.c_void_p),
+        ("tag", ctypes.c_ulonglong),
+        ("image", ctypes.c_void_p),
+        ("image_blocks", ctypes.c_int),
     )
 
 
 @lru_cache(maxsize=4096)
-def configure(x_dtype: torch.dtype, a_dtype: torch.dtype, m: int, k: int, wide: bool, arch: str) -> Config:
-    """The configuration for m rows of x. How many blocks share K does not depend on M: it decides the order of sums.
+def configure(
+    x_dtype: torch.dtype, a_dtype: torch.dtype, k: int, wide: bool, arch: str, columns: int = 0, block: int = 0
+) -> Config:
+    """The configuration; columns, block: of an image of x that it is to lay out, too.
 
-    LATE for as many rows as codebook_wgmma takes, which begins with laying x out: that can be done at the same time.
+    How many blocks share K depends on K alone: it decides the order of sums.
     """
-    cluster = min(16, 1 << max(0, -(-k // 256) - 1).bit_length()) if arch in CLUSTERS else 1
+    clusters = arch in CLUSTERS
     return Config(
         X_TYPE=X_TYPES[x_dtype],
         A_TYPE=X_TYPES[a_dtype],
-        GROUPS=1 if m <= 8 else 2 if m <= 16 else 4,
         RANKS=16 if k <= 8192 else 8,
-        CLUSTER=cluster,
-        WARPS=2 if arch in CLUSTERS else 4,
+        CLUSTER=min(16, 1 << max(0, -(-k // 256) - 1).bit_length()) if clusters else 1,
+        WARPS=2 if clusters else 4,
         WIDE=int(wide),
-        OVERLAP=int(arch in CLUSTERS),
-        LATE=int(arch in CLUSTERS and m > 8),
+        OVERLAP=int(clusters),
+        COLUMNS=columns,
+        BLOCK=block,
     )
 
 
 def clusters_for(config: Config, m: int, slots: int, width: int) -> int:
     """Clusters that share the items of a chunk of rows: no more than there can be items."""
-    items = min(m, CHUNK, slots + 1) * -(-width // config.RANKS)
+    rows = min(m, CHUNK)
+    kinds = min(rows, slots + 1)
+    items = min(rows, (rows + (ROWS - 1) * kinds) // ROWS) * -(-width // config.RANKS)
     return max(1, min(items, BLOCKS // config.CLUSTER))
 
 
+def image_blocks_for(config: Config, k: int, multiprocessors: int) -> int:
+    """Blocks that lay x out, in whole clusters: a unit each, as far as there are multiprocessors."""
+    if not config.COLUMNS:
+        return 0
+    blocks = min(multiprocessors, -(-k // (TEAM * UNIT)) * TEAM)
+    return -(-blocks // config.CLUSTER) * config.CLUSTER
+
+
 @lru_cache(maxsize=1024)
-def _launch(config: Config, chunks: int, clusters: int, arch: str, device: int) -> Launch:
+def _launch(config: Config, chunks: int, clusters: int, image_blocks: int, arch: str, device: int) -> Launch:
     kernel = nvrtc.load(STEM, arch, asdict(config), device, 0)
     if config.CLUSTER > PORTABLE:
         from cuda.bindings import driver
@@ -96,8 +131,8 @@ def _launch(config: Config, chunks: int, clusters: int, arch: str, device: int) 
         nvrtc.check(driver.cuKernelSetAttribute(allowed, 1, kernel, nvrtc.check(driver.cuDeviceGet(device))))
     return Launch(
         kernel,
-        (_Problem(clusters=clusters),),
-        blocks=chunks * clusters * config.CLUSTER,
+        (_Problem(clusters=clusters, image_blocks=image_blocks),),
+        blocks=image_blocks + chunks * clusters * config.CLUSTER,
         threads=32 * config.WARPS,
         shared_bytes=0,
         early=bool(config.OVERLAP),
@@ -122,11 +157,61 @@ def _reason_against(device: int) -> str | None:
     return nvrtc.missing()
 
 
+@dataclass(frozen=True)
+class Shrink:
+    """A launch that has not been made: it writes `out`, fp32 [M, width]. See `run` for the others.
+
+    Behind `out` in its memory is a word by which it signals.
+    """
+
+    x: Tensor
+    a: Tensor
+    spans: Tensor
+    index: Tensor | None
+    out: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, a: Tensor, spans: Tensor, index: Tensor | None, width: int) -> Shrink:
+        """Where `reason_against` x has none; with memory for h."""
+        m = x.shape[0]
+        memory = torch.empty(_signal_at(m, width) // 4 + 2, dtype=torch.float32, device=x.device)
+        return cls(x, a, spans, index, memory[: m * width].view(m, width))
+
+    def launch(self, image: Image | None = None) -> None:
+        """Make it; image: lay x out, too, which then lies at 16-byte addresses and has two bytes an element."""
+        _run(self.x, self.a, self.spans, self.index, self.out, image=image)
+
+    def launch_signalling(self) -> tuple[int, int]:
+        """Make it; returns `signal` and `tag` (adapters_types.cuh) for the kernel that is launched right behind it."""
+        if not self.out.numel():
+            return 0, 0
+        signal, tag = self.out.data_ptr() + _signal_at(*self.out.shape), next(_numbers)
+        _run(self.x, self.a, self.spans, self.index, self.out, {"signal": signal, "tag": tag})
+        return signal, tag
+
+
+def _signal_at(m: int, width: int) -> int:
+    """Bytes to the word, which lies at a multiple of eight."""
+    return -(-m * width // 2) * 8
+
+
 def run(x: Tensor, a: Tensor, spans: Tensor, index: Tensor | None, out: Tensor) -> None:
     """As `adapters.shrink_on_cpu`, where `reason_against` has none. An index out of range counts as none.
 
     x [M, K] of unit stride along K, in any of the three dtypes, as A [rows, K]. out: fp32 [M, width], contiguous.
     """
+    _run(x, a, spans, index, out)
+
+
+def _run(
+    x: Tensor,
+    a: Tensor,
+    spans: Tensor,
+    index: Tensor | None,
+    out: Tensor,
+    signal: Mapping[str, int | None] = _NO_SIGNAL,
+    image: Image | None = None,
+) -> None:
     m, k = x.shape
     if not m or not out.shape[1]:
         return
@@ -134,18 +219,21 @@ def run(x: Tensor, a: Tensor, spans: Tensor, index: Tensor | None, out: Tensor) 
     row = x.stride(0) * size if m > 1 else 0
     wide = (x.data_ptr() | row | a.data_ptr() | k * size) % ALIGNMENT == 0
     index_of_device = x.device.index
-    arch = device_of(index_of_device)[0]
-    config = configure(x.dtype, a.dtype, m, k, wide, arch)
+    arch, multiprocessors = device_of(index_of_device)
+    config = configure(x.dtype, a.dtype, k, wide, arch, *((image.columns, image.block) if image else ()))
     clusters = clusters_for(config, m, spans.shape[0], out.shape[1])
-    launch = _launch(config, -(-m // CHUNK), clusters, arch, index_of_device)
+    image_blocks = image_blocks_for(config, k, multiprocessors)
+    launch = _launch(config, -(-m // CHUNK), clusters, image_blocks, arch, index_of_device)
     fields = {
         "a": a.data_ptr(),
         "spans": spans.data_ptr(),
         "index": None if index is None else index.data_ptr(),
         "k": k,
         "a_rows": a.shape[0],
-        "width": out.shape[1],
+        "n": out.shape[1],
         "slots": spans.shape[0],
+        "image": image.address if image else None,
+        **signal,
     }
     stream = int(torch._C._cuda_getCurrentRawStream(index_of_device))
     launch(x, None, out, stream, True, fields)

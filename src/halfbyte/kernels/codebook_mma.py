@@ -80,7 +80,7 @@ class Config:
         x = WARPS * x_rows * (codebook.UNIT * (4 if self.X_TYPE == 2 else 2) + 16)
         nested = 1024 if self.SCALE_KIND == 1 else 0
         pair = 2 if self.RESIDENT == 1 else 1
-        added = adapters_expand.shared_bytes(self.rows, self.GROUPS * self.X_ROWS, 1, pair) if self.ADAPTERS else 0
+        added = adapters_expand.shared_bytes(self.rows, self.GROUPS * self.X_ROWS, pair) if self.ADAPTERS else 0
         return self.TERMS * 32768 + ring + sums + peers + x + nested + 16 * (self.STAGES + 3) + added
 
 
@@ -464,7 +464,8 @@ def _launch(
             launch = launcher.get(bind, weight, x.dtype, size, variant)
         else:
             launch = launcher.get(_bind_with_adapters, weight, x.dtype, size, ("adapters", variant))
-            fields = adapters_expand.fields_of(expand, first)
+            signal = expand.shrink.launch_signalling() if expand.shrink and first == 0 else (0, 0)
+            fields = adapters_expand.fields_of(expand, first, *signal)
         launch(part(x, rows), bias, part(out, rows), stream, early or first > 0, fields)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..formats import BlockFormat, PackedWeight
 from . import adapters_expand, codebook, fallback, nvrtc
 from . import codebook_mma as mma
+from .adapters_shrink import Image
 from .launch import Launch, Launcher, part
 from .registry import Configuration, Expand, Kernel, Problem, Settings, register
 
@@ -31,6 +32,8 @@ ROOM = (227 << 10) - 1024  # dynamic shared memory; the table begins 1024 bytes 
 # registers of threads that copy, and of those that multiply, by warpgroups; they share what all begin with
 REGISTERS = {2: (96, 200), 3: (80, 144), 4: (64, 104)}
 MOST_SUMS = {2: (40, 232), 4: (32, 112)}  # where they keep 128 and 64 sums a thread
+MOST_MEMORY = 48 << 20  # bytes of a call, where stages are spread and sums meet in memory
+MOST_TURNS = 8  # of a block there
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class Config:
     OVERLAP: int
     PRODUCER_REGISTERS: int
     CONSUMER_REGISTERS: int
+    SPREAD: int = 0
     ADAPTERS: int = 0
 
     @property
@@ -69,13 +73,13 @@ class Config:
         stage_blocks = TEAM * UNIT // self.BLOCK
         unscale = 16 * self.COLUMNS + 16 if self.X_TYPE == 1 else 0
         slot = self.rows * (128 + 4 * stage_blocks) + 512 * self.COLUMNS + unscale
-        pieces = 4 * self.RANKS // self.CLUSTER
+        pieces = 0 if self.SPREAD else 4 * self.RANKS // self.CLUSTER
         sums = self.rows * self.COLUMNS * 4 * ((pieces if pieces <= 2 else pieces // 4) + self.UNIT_GROUPS - 1)
         base = TABLE_BYTES + self.STAGES * slot + sums + 1024 * (self.SCALE_KIND == 1) + 16 * (self.STAGES + 1)
+        base += 128 * self.SPREAD
         if not self.ADAPTERS:
             return base
-        warps, pair = (1, 1) if self.SCALE_SIDE else (3, 2 if self.PRODUCER_REGISTERS >= 64 else 1)
-        return base + adapters_expand.shared_bytes(self.rows, self.COLUMNS // self.CLUSTER, warps, pair)
+        return base + adapters_expand.listed_bytes(self.COLUMNS // self.CLUSTER)
 
 
 class _Maps(ctypes.Structure):
@@ -123,7 +127,7 @@ RATES = {
     (3, 1): (23, 19),
     (2, 2): (21, 16),
     (2, 1): (18, 14, 10.5),
-    (1, 4): (16, 11.5),
+    (1, 4): (16, 11.5, 8.5),
     (1, 2): (15, 11, 8.25),
 }
 
@@ -139,9 +143,62 @@ def clusters_at_once(size: int, multiprocessors: int) -> int:
 
 def predicted_clocks(config: Config, n: int, k: int, multiprocessors: int) -> float:
     """Clocks of a launch: what the busiest multiprocessor does, pass after pass, and what passes and launches cost."""
-    passes = ceil(ceil(n / config.rows) / clusters_at_once(config.CLUSTER, multiprocessors))
     rate = RATES[config.ROW_GROUPS, config.UNIT_GROUPS][(16, 32, 64).index(config.COLUMNS)]
+    if config.SPREAD:
+        blocks, _ = _shares(config, n, k, multiprocessors)
+        return ceil(ceil(n / config.rows) * stages_of(k) / blocks) * config.rows * TEAM * UNIT / rate + 12000 + 60 * config.COLUMNS
+    passes = ceil(ceil(n / config.rows) / clusters_at_once(config.CLUSTER, multiprocessors))
     return passes * (config.rows * k / config.CLUSTER / rate + 2000) + 8000 + 1500 * (config.CLUSTER > 1)
+
+
+class Shares(ctypes.Structure):
+    """How the stages of all tiles are spread over blocks; see codebook_wgmma_walk.cuh."""
+
+    _fields_ = (
+        ("each", ctypes.c_int),
+        ("longer", ctypes.c_int),
+        ("run", ctypes.c_int),
+        ("inverse", ctypes.c_uint),
+        ("tiles", ctypes.c_int),
+    )
+
+    each: int
+    longer: int
+    run: int
+    inverse: int
+    tiles: int
+
+
+@lru_cache(maxsize=4096)
+def shares(rows: int, n: int, k: int, ranks: int, multiprocessors: int) -> tuple[int, Shares] | None:
+    """So many blocks for a weight [n, k] in tiles of so many rows, and what each takes; None where pieces differ."""
+    stages, tiles = stages_of(k), ceil(n / rows)
+    run = stages // (4 * ranks)
+    if stages % (4 * ranks) or (ranks > 1 and rank_units(n, k, ranks, multiprocessors) != 4 * run * TEAM):
+        return None
+    blocks = min(multiprocessors, tiles * 4 * ranks)  # no share is shorter than a piece, of which a block has a part then
+    each, longer = divmod(tiles * stages, blocks)
+    return blocks, Shares(each, longer, run, -(-(1 << 32) // run) & 0xFFFFFFFF, tiles)
+
+
+def rank_units(n: int, k: int, ranks: int, multiprocessors: int) -> int:
+    """Units of K of a rank, as codebook_mma cuts it."""
+    return mma.cut(n, k, 1, ranks, multiprocessors)[2].units
+
+
+def counters(n: int, multiprocessors: int) -> int:
+    """That stand behind the image: of each tile, and of each block, whatever the configuration."""
+    return ceil(n / 64) + multiprocessors
+
+
+def call_bytes(config: Config, n: int, k: int, multiprocessors: int) -> int:
+    """Bytes that a call of a launch takes: x's image, counters, and where stages are spread, sums and chains."""
+    size = stages_of(k) * (config.COLUMNS * (512 + 16) + 16) + 4 * counters(n, multiprocessors)
+    if config.SPREAD:
+        blocks, share = _shares(config, n, k, multiprocessors)
+        sums = share.tiles * 4 * config.RANKS + 4 * blocks
+        size = ceil(size / 256) * 256 + 4 * config.rows * config.COLUMNS * sums
+    return size
 
 
 def configurations(
@@ -151,27 +208,45 @@ def configurations(
     block = min(format.blocksize, UNIT)
     ranks = mma.best_split(n, k, ARCH, multiprocessors)
     for row_groups, unit_groups, producer, consumer in _sizes(columns(m), block, side):
-        for cluster in (each for each in (1, 2, 4, 8) if each <= 4 * ranks):
-            for stages in (8, 7, 6, 5, 4, 3, 2):
-                config = Config(
-                    ROW_GROUPS=row_groups,
-                    UNIT_GROUPS=unit_groups,
-                    COLUMNS=columns(m),
-                    STAGES=stages,
-                    CLUSTER=cluster,
-                    RANKS=ranks,
-                    X_TYPE=codebook.X_TYPES[dtype],
-                    BLOCK=block,
-                    SCALE_KIND=codebook.known_kind(format),
-                    SCALE_SIDE=int(side),
-                    HIGH_FIRST=int(codebook.layout_of(format).high_first),
-                    OVERLAP=1,
-                    PRODUCER_REGISTERS=producer,
-                    CONSUMER_REGISTERS=consumer,
-                )
-                if config.shared_bytes <= ROOM:
-                    yield config
-                    break
+        for cluster in (0, 1, 2, 4, 8):
+            config = Config(
+                ROW_GROUPS=row_groups,
+                UNIT_GROUPS=unit_groups,
+                COLUMNS=columns(m),
+                STAGES=8,
+                CLUSTER=max(1, cluster),
+                RANKS=ranks,
+                X_TYPE=codebook.X_TYPES[dtype],
+                BLOCK=block,
+                SCALE_KIND=codebook.known_kind(format),
+                SCALE_SIDE=int(side),
+                HIGH_FIRST=int(codebook.layout_of(format).high_first),
+                OVERLAP=1,
+                PRODUCER_REGISTERS=producer,
+                CONSUMER_REGISTERS=consumer,
+                SPREAD=int(cluster == 0),
+            )
+            if cluster > 4 * ranks or (config.SPREAD and not _spreads(config, n, k, multiprocessors)):
+                continue
+            while config.shared_bytes > ROOM and config.STAGES > 1:
+                config = replace(config, STAGES=config.STAGES - 1)
+            if config.STAGES > 1:
+                yield config
+
+
+def _shares(config: Config, n: int, k: int, multiprocessors: int) -> tuple[int, Shares]:
+    found = shares(config.rows, n, k, config.RANKS, multiprocessors)
+    assert found is not None, "such a configuration is not offered"
+    return found
+
+
+def _spreads(config: Config, n: int, k: int, multiprocessors: int) -> bool:
+    """Whether stages can be spread: pieces are alike, and what meets in memory is not too much."""
+    found = shares(config.rows, n, k, config.RANKS, multiprocessors)
+    if found is None or call_bytes(config, n, k, multiprocessors) > MOST_MEMORY:
+        return False
+    share = found[1]
+    return (share.each + (share.longer > 0) - 2) // share.run + 2 <= MOST_TURNS
 
 
 def _sizes(columns: int, block: int, side: bool) -> Iterator[tuple[int, int, int, int]]:
@@ -179,7 +254,7 @@ def _sizes(columns: int, block: int, side: bool) -> Iterator[tuple[int, int, int
     for row_groups, unit_groups in ((4, 1), (3, 1), (2, 2), (1, 4), (2, 1), (1, 2)):
         warpgroups = row_groups * unit_groups
         sums = columns // 2 * 4 // unit_groups  # of a thread
-        if columns == 64 and warpgroups > 2:
+        if columns == 64 and warpgroups > 2 and unit_groups < 4:
             continue
         if columns == 32 and warpgroups == 4 and row_groups > 1 and (block == 32 or (sums == 64 and side)):
             continue
@@ -197,18 +272,24 @@ def configure(
     multiprocessors: int,
     side: bool,
     settings: Settings | None = None,
+    adapters: bool = False,
 ) -> Config:
     """The configuration with these settings for m rows of x, at most CHUNK; else that with the fewest predicted clocks.
 
-    Settings that do not fit here (other multiprocessors, scales that cannot be copied) give way.
+    Settings that do not fit here (other multiprocessors, scales that cannot be copied) give way, and to adapters those
+    that spread stages: which block ends a tile is known too late there.
     """
     found = list(configurations(format, dtype, m, n, k, multiprocessors, side))
+    if adapters:
+        found = [with_adapters(config) for config in found if not config.SPREAD]
     chosen = [config for config in found if _settings(config) == settings]
     return min(chosen or found, key=lambda config: predicted_clocks(config, n, k, multiprocessors))
 
 
 def _settings(config: Config) -> Settings:
-    return tuple((name, getattr(config, name)) for name in ("CLUSTER", "ROW_GROUPS", "UNIT_GROUPS"))
+    """CLUSTER is 0 where stages are spread."""
+    cluster = 0 if config.SPREAD else config.CLUSTER
+    return ("CLUSTER", cluster), ("ROW_GROUPS", config.ROW_GROUPS), ("UNIT_GROUPS", config.UNIT_GROUPS)
 
 
 def choices(problem: Problem) -> list[Configuration]:
@@ -230,6 +311,7 @@ def describe(problem: Problem, settings: Settings | None = None) -> str:
     side = not codebook.copies_fp32(format, problem.k, ARCH)
     config = configure(format, problem.dtype, m, problem.n, problem.k, mma.MULTIPROCESSORS, side, settings)
     split = f"clusters of {config.CLUSTER} blocks that share K, " if config.CLUSTER > 1 else ""
+    split = "K of all tiles spread evenly over blocks, " if config.SPREAD else split
     return (
         f"{split}tiles of {config.rows} rows for {config.COLUMNS} rows of x, "
         f"{config.ROW_GROUPS * config.UNIT_GROUPS} warpgroups, a ring of {config.STAGES} slots, "
@@ -255,10 +337,10 @@ def bind(
     n, k = weight.shape
     side = not codebook.copies_scales(weight, ARCH)
     settings = variant if isinstance(variant, tuple) else None
-    config = configure(weight.format, dtype, m, n, k, multiprocessors, side, settings)
+    config = configure(weight.format, dtype, m, n, k, multiprocessors, side, settings, adapters)
     if variant == IMAGE_STEM:
-        return launch_image(config, k, device, multiprocessors, beside=adapters)
-    return launch(weight, with_adapters(config) if adapters else config, device, multiprocessors)
+        return launch_image(config, n, k, device, multiprocessors)
+    return launch(weight, config, device, multiprocessors)
 
 
 def with_adapters(config: Config) -> Config:
@@ -269,12 +351,12 @@ def with_adapters(config: Config) -> Config:
     return config
 
 
-def launch_image(config: Config, k: int, device: int, multiprocessors: int, beside: bool = False) -> Launch:
-    """The kernel that lays x out; beside: while the launch before, of adapters_shrink, is at work."""
-    macros = image_macros(config, beside)
+def launch_image(config: Config, n: int, k: int, device: int, multiprocessors: int) -> Launch:
+    """The kernel that lays x out."""
+    macros = image_macros(config)
     return Launch(
         nvrtc.load(IMAGE_STEM, ARCH, macros, device, 0),
-        (_Problem(k=k),),
+        (_Problem(n=counters(n, multiprocessors), k=k),),
         blocks=min(multiprocessors, TEAM * stages_of(k)),
         threads=64,
         shared_bytes=0,
@@ -285,10 +367,9 @@ def launch_image(config: Config, k: int, device: int, multiprocessors: int, besi
     )
 
 
-def image_macros(config: Config, beside: bool) -> dict[str, int]:
+def image_macros(config: Config) -> dict[str, int]:
     """Those of the kernel that lays x out."""
-    macros = {name: getattr(config, name) for name in ("COLUMNS", "BLOCK", "X_TYPE", "OVERLAP")}
-    return {**macros, "BESIDE": int(beside)}
+    return {name: getattr(config, name) for name in ("COLUMNS", "BLOCK", "X_TYPE", "OVERLAP")}
 
 
 def launch(weight: PackedWeight, config: Config, device: int, multiprocessors: int) -> Launch:
@@ -298,17 +379,23 @@ def launch(weight: PackedWeight, config: Config, device: int, multiprocessors: i
     if not config.SCALE_SIDE:
         blocks = TEAM * UNIT // config.BLOCK
         maps.scales = codebook.tensor_map(weight.parts["absmax"], n, k // config.BLOCK, config.rows, blocks)
-    units = mma.cut(n, k, 1, config.RANKS, multiprocessors)[2].units
-    clusters = min(ceil(n / config.rows), max(1, clusters_at_once(config.CLUSTER, multiprocessors)))
-    return Launch(
+    units = rank_units(n, k, config.RANKS, multiprocessors)
+    tiles = ceil(n / config.rows)
+    blocks = config.CLUSTER * min(tiles, max(1, clusters_at_once(config.CLUSTER, multiprocessors)))
+    spread: tuple[Shares, ...] = ()
+    if config.SPREAD:
+        blocks, share = _shares(config, n, k, multiprocessors)
+        spread = (share,)
+    made = Launch(
         nvrtc.load(STEM, ARCH, asdict(config), device, config.shared_bytes),
         (
             maps,
             codebook.table_of(weight.format.codebook, 1),
             codebook.scales_of(weight),
+            *spread,
             _Problem(n=n, k=k, units=units),
         ),
-        blocks=clusters * config.CLUSTER,
+        blocks=blocks,
         threads=config.threads,
         shared_bytes=config.shared_bytes,
         early=True,
@@ -316,6 +403,8 @@ def launch(weight: PackedWeight, config: Config, device: int, multiprocessors: i
         rows=config.COLUMNS,
         name=f"{STEM} {config}",
     )
+    made.record.image_bytes = call_bytes(config, n, k, multiprocessors)
+    return made
 
 
 def stages_of(k: int) -> int:
@@ -323,15 +412,10 @@ def stages_of(k: int) -> int:
     return ceil(k / (TEAM * UNIT))
 
 
-def image_for(x: Tensor) -> Tensor:
-    """Memory for the image of x [m, k]; it has m rows so that a launch finds m in its shape."""
-    m, k = x.shape
-    return torch.empty((m, ceil(image_bytes(m, k) / m / 16) * 16), dtype=torch.uint8, device=x.device)
-
-
-def image_bytes(m: int, k: int) -> int:
-    """Bytes of the image of x [m, k]."""
-    return stages_of(k) * (columns(m) * (512 + 16) + 16)
+def image_for(x: Tensor, multiply: Launch) -> Tensor:
+    """Memory for the image of x [m, k], and what else a launch takes; it has m rows so that the launch finds m in its shape."""
+    size = multiply.record.image_bytes
+    return torch.empty((x.shape[0], ceil(size / x.shape[0] / 16) * 16), dtype=torch.uint8, device=x.device)
 
 
 def launcher_of(weight: PackedWeight) -> Launcher | None:
@@ -346,7 +430,7 @@ def launch_for(weight: PackedWeight, dtype: torch.dtype, m: int, settings: Setti
     if launcher is None or m > CHUNK:
         return None
     multiply = launcher.get(bind, weight, dtype, m, settings)
-    multiply.reads_image(launcher.get(bind, weight, dtype, m, IMAGE_STEM), image_bytes(m, weight.shape[1]))
+    multiply.reads_image(launcher.get(bind, weight, dtype, m, IMAGE_STEM), multiply.record.image_bytes)
     return multiply
 
 
@@ -384,26 +468,30 @@ def _launch(
     out: Tensor,
     settings: Settings | None,
 ) -> None:
-    beside = expand is not None and expand.fresh
+    shrink = None if expand is None else expand.shrink
     if (x.data_ptr() | x.stride(0) * x.element_size()) % codebook.ALIGNMENT or x.stride(1) != 1:
-        x, beside = x.clone(memory_format=torch.contiguous_format), False
+        if shrink is not None:
+            shrink.launch()
+            shrink = None
+        x = x.clone(memory_format=torch.contiguous_format)
     stream = launcher.stream()
     early = launcher.settled(stream)
     for first in range(0, x.shape[0], CHUNK):
         rows = slice(first, min(x.shape[0], first + CHUNK))
         these = part(x, rows)
-        image = image_for(these)
-        if beside and first == 0:
-            lay_out = launcher.get(_bind_with_adapters, weight, x.dtype, these.shape[0], ("adapters", IMAGE_STEM))
-        else:
-            lay_out = launcher.get(bind, weight, x.dtype, these.shape[0], IMAGE_STEM)
-        lay_out(these, None, image, stream, True)
         fields = None
         if expand is None:
             multiply = launcher.get(bind, weight, x.dtype, these.shape[0], settings)
         else:
             multiply = launcher.get(_bind_with_adapters, weight, x.dtype, these.shape[0], ("adapters", settings))
             fields = adapters_expand.fields_of(expand, first)
+        image = image_for(these, multiply)
+        if shrink is not None and first == 0:
+            block = min(weight.format.blocksize, UNIT)
+            shrink.launch(Image(image.data_ptr(), columns(these.shape[0]), block))
+        else:
+            lay_out = launcher.get(bind, weight, x.dtype, these.shape[0], IMAGE_STEM)
+            lay_out(these, None, image, stream, True)
         multiply(image, bias, part(out, rows), stream, early or first > 0, fields)
 
 

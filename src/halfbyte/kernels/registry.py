@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..formats import BlockFormat, PackedWeight
+from .adapters_shrink import Shrink
 from .cpu.launch import CpuLaunch
 from .launch import Launch
 
@@ -42,8 +43,8 @@ class Expand:
 
     shrunk: fp32 [M, width], each row's A x. b: flat; a slot's B is [N, stride] from element first * N on. table: int32
     [slots, 4]: the slot's first column of `shrunk`, rank, first, stride. scalings: fp32 [slots]. index: int32 [M], each
-    row's slot, -1 for none; None where all rows take slot 0. fresh: whether the launch right before on this stream is
-    `adapters_shrink`'s that writes `shrunk`.
+    row's slot, -1 for none; None where all rows take slot 0. shrink: what is to write `shrunk`, if that has yet to be
+    launched: the kernel does so right before its own launch.
     """
 
     shrunk: Tensor
@@ -51,7 +52,7 @@ class Expand:
     table: Tensor
     scalings: Tensor
     index: Tensor | None
-    fresh: bool = False
+    shrink: Shrink | None = None
 
 
 Settings = tuple[tuple[str, int], ...]  # names and values of what tuning may choose of a kernel, in the names' order

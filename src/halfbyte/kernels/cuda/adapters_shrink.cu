@@ -1,12 +1,15 @@
-// h[M, width] = A x in fp32, each row of x with the rows of A that its slot spans: the first of an adapter's two multiplies.
+// h[M, n] = A x in fp32, each row of x with the rows of A that its slot spans: the first of an adapter's two multiplies.
 //
-// A cluster of CLUSTER blocks takes an item after another: RANKS rows of A of one slot, and all rows of x (of a chunk of 64) that
-// have this slot, so that A is read once for each adapter that is present. Its warps share K, 32 elements at a time by turns, and
-// send their sums to the block that owns the rank, where a warp adds them, a lane a part, always as the same tree. So a row's bits
-// depend on K alone. Which slots there are, each warp reads from the index: nothing of it is known at launch.
+// A cluster of CLUSTER blocks takes an item after another: RANKS rows of A of one slot, and up to eight rows of x (of a chunk of
+// 64) that have this slot, so that A comes from memory once for each adapter that is present. Its warps share K, 32 elements at a
+// time by turns, and send their sums to the block that owns the rank, where a warp adds them, a lane a part, always as the same
+// tree. So a row's bits depend on K alone. Which slots there are, each warp reads from the index: nothing of it is known at launch.
 //
-// Blocks are so small that they fit beside those of the base kernels: they wait there for the kernel before, and the next one's
-// blocks need not wait until they have left.
+// It reads the index and sends for A before the kernel in front has ended, and multiplies by what it has seen while it looks at the
+// index again: if that has changed, it begins anew.
+//
+// Blocks are so small that they fit beside those of codebook_mma.cu: they wait there for the kernel before, and the next one's
+// blocks need not wait until they have left, nor for h: `signal` tells them that all kernels in front of this one have ended.
 //
 //   8 or 16 ranks x 32 k of A, 16 bytes or two of them a lane --\
 //   8 rows of x x 32 k, likewise ------------------------------- + 2 mma --> fp32 sums, ranks x 8 rows
@@ -15,21 +18,21 @@
 //
 // Macros, set by adapters_shrink.py:
 //   X_TYPE, A_TYPE  0 fp16, 1 bf16, 2 fp32; tensor cores multiply where both are the same 16-bit type
-//   GROUPS          groups of 8 rows of x that are multiplied at once: 1, 2 or 4
 //   RANKS           of an item: 16, or 8 for more clusters to share a long K
 //   CLUSTER, WARPS  blocks that share K, warps of each WIDE     whether rows of x and A lie at multiples of 16 bytes
 //   OVERLAP         starts before the previous kernel has ended
-//   LATE            the next kernel starts only after that, and so may read x without waiting for this one
+//   COLUMNS, BLOCK  not 0: its first blocks lay x out for codebook_wgmma.cu, as codebook_wgmma_x.cu does
 
 #define SPLIT CLUSTER
 #define PARTS (CLUSTER * WARPS)       // of K
 #define THREADS (32 * WARPS)
-#define ROWS (8 * GROUPS)             // of x, at once
+#define ROWS 8                        // of x, at most, of an item
 #define CHUNK 64                      // rows of x whose slots are compared
 #define PITCH (ROWS + 4)              // floats of a rank's or a part's rows
 #define OWNED ((RANKS + CLUSTER - 1) / CLUSTER)    // ranks of a block, at most
-#define BATCH (GROUPS == 4 ? 3 : RANKS == 16 ? 5 : GROUPS == 2 ? 6 : 8)    // of 32 k, whose loads are on their way together
+#define BATCH (RANKS == 16 ? 5 : 8)   // of 32 k, whose loads are on their way together
 static_assert(PARTS <= 32, "a lane adds a part");
+#define UNIT 64                       // of k, in an image of x
 #define TENSOR (X_TYPE == A_TYPE && X_TYPE != 2)
 
 #include "codebook_types.cuh"
@@ -37,17 +40,25 @@ static_assert(PARTS <= 32, "a lane adds a part");
 struct Problem {
     const void* x;
     const void* bias;       // nobody's
-    float* out;             // [m, width]
+    float* out;             // [m, n]
     long long x_stride;     // elements between rows of x
-    int m, bias_is_fp32;
+    int m, n, bias_is_fp32;
     const void* a;          // [a_rows, k]
     const int2* spans;      // a slot's first row of A, and how many
     const int* index;       // each row's slot, none where that is out of range; null: all take slot 0
-    int k, a_rows, width, slots;
+    int k, a_rows, slots;
     int clusters;           // that share a chunk's items
+    u64* signal;            // null, or where `tag` is written, 16 bits further up, once the kernels in front have ended
+    u64 tag;
+    u8* image;              // of x, by so many blocks
+    int image_blocks;
 };
 
 #include "codebook_shared.cuh"
+#if COLUMNS
+#include "codebook_numbers.cuh"
+#include "codebook_wgmma_image.cuh"
+#endif
 
 template <int TYPE>
 DEVICE float number(const void* from, long long at) {
@@ -84,42 +95,18 @@ DEVICE void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// The rows of a chunk and their slots; a lane holds those of two rows. Rows without an adapter are slot -1, none is -2.
-struct Slots {
-    int low, high;
-    u64 leaders;    // the first row of each slot
+// Rows of A of one slot, and up to eight rows of x that have it; the numbers of these are in a list, a byte each.
+struct Item {
+    int slot, tile;         // of ranks
+    int2 span;              // the slot's first row of A, and how many
+    int rows;               // of x
 
-    METHOD int slot(const Problem& p, int row, int rows, int row0) const {
-        if (row >= rows) return -2;
-        int found = 0;
-        if (p.index) asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(found) : "l"(p.index + row0 + row));
-        return (u32)found < (u32)p.slots ? found : -1;
+    METHOD int column() const { return RANKS * tile; }    // of h
+    METHOD int first() const { return span.x + column(); }
+    METHOD int ranks(const Problem& p) const {
+        const bool inside = span.x >= 0 && span.y >= 0 && span.y <= p.a_rows - span.x;
+        return inside ? max(0, min(RANKS, span.y - column())) : 0;
     }
-    // Whether no lane before has this slot; all lanes ask.
-    static METHOD bool leads(int slot) { return __ffs(__match_any_sync(~0u, slot)) == (threadIdx.x & 31) + 1; }
-
-    METHOD Slots(const Problem& p, int row0) {
-        const int lane = threadIdx.x & 31, rows = min(CHUNK, p.m - row0);
-        low = slot(p, lane, rows, row0), high = slot(p, lane + 32, rows, row0);
-        const u32 first = __ballot_sync(~0u, leads(low) && low > -2);
-        u32 second = 0;
-        if (rows > 32) {
-            bool fresh = leads(high) && high > -2;
-            for (int i = 0; i < 32; ++i) fresh &= __shfl_sync(~0u, low, i) != high;
-            second = __ballot_sync(~0u, fresh);
-        }
-        leaders = first | (u64)second << 32;
-    }
-    METHOD int of(int row) const {
-        const int value = row < 32 ? low : high;
-        return __shfl_sync(~0u, value, row & 31);
-    }
-    METHOD int slot_of(int number) const {    // of those that there are
-        u64 left = leaders;
-        for (int i = 0; i < number; ++i) left &= left - 1;
-        return of(__ffsll(left) - 1);
-    }
-    METHOD u64 members(int slot) const { return __ballot_sync(~0u, low == slot) | (u64)__ballot_sync(~0u, high == slot) << 32; }
 };
 
 DEVICE int2 span_of(const Problem& p, int slot) {
@@ -128,27 +115,66 @@ DEVICE int2 span_of(const Problem& p, int slot) {
     return span;
 }
 
-// The first of a slot's rows of A that are of a tile of ranks, and how many there are.
-DEVICE int2 rows_of_a(const Problem& p, int2 span, int tile) {
-    const bool inside = span.x >= 0 && span.y >= 0 && span.y <= p.a_rows - span.x;
-    return make_int2(span.x + RANKS * tile, inside ? max(0, min(RANKS, span.y - RANKS * tile)) : 0);
-}
+// The slots of two rows a lane, `lane` and 32 further. Rows without an adapter are of slot -1; -2: no row.
+struct Slots {
+    int of[2];
 
-// Sends for a part of the rows of A that this cluster takes, while the kernel before is still at work; returns the first one's slot.
-// That kernel may be writing the index or the spans: then the wrong rows come, and nothing else happens.
-DEVICE int prefetch(const Problem& p, int row0, int tiles, int first, int part) {
-    const int lane = threadIdx.x & 31, size = A_TYPE == 2 ? 4 : 2;
-    const Slots slots(p, row0);
-    const int items = __popcll(slots.leaders) * tiles;
-#pragma unroll 1
-    for (int item = first; item < items; item += p.clusters) {
-        const int2 rows = rows_of_a(p, span_of(p, slots.slot_of(item / tiles)), item % tiles);
-        const char* begin = (const char*)p.a + (long long)rows.x * p.k * size;
-        const long long bytes = (long long)rows.y * p.k * size;
-#pragma unroll 1
-        for (long long at = (part * 32 + lane) * 128; at < bytes; at += PARTS * 32 * 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(begin + at));
+    METHOD Slots(const Problem& p, int row0) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int row = row0 + 32 * i + (threadIdx.x & 31);
+            int found = 0;
+            if (p.index && row < p.m) asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(found) : "l"(p.index + row));
+            of[i] = row >= p.m ? -2 : (u32)found < (u32)p.slots ? found : -1;
+        }
     }
-    return first < items ? slots.slot_of(first / tiles) : -1;
+    METHOD bool differ(const Slots& other) const { return __any_sync(~0u, of[0] != other.of[0] || of[1] != other.of[1]); }
+};
+
+// A chunk's rows by slot, eight at a time; all by all lanes of a warp.
+struct Rows {
+    Slots slots;
+    int number[2];    // of a lane's rows among those of their slot
+    u64 leaders;      // the first row of each eight
+
+    METHOD Rows(const Problem& p, int row0) : slots(p, row0) {
+        const u32 before = (1u << (threadIdx.x & 31)) - 1;
+        number[0] = __popc(__match_any_sync(~0u, slots.of[0]) & before), number[1] = 0;
+        if (row0 + 32 < p.m) {
+            number[1] = __popc(__match_any_sync(~0u, slots.of[1]) & before);
+#pragma unroll 4
+            for (int i = 0; i < 32; ++i) number[1] += __shfl_sync(~0u, slots.of[0], i) == slots.of[1];
+        }
+        leaders = leading(0) | (u64)leading(1) << 32;
+    }
+    METHOD u32 leading(int i) const { return __ballot_sync(~0u, slots.of[i] > -2 && number[i] % ROWS == 0); }
+    METHOD int items(int tiles) const { return __popcll(leaders) * tiles; }
+    METHOD Item item(const Problem& p, int tiles, int which, u32 list) const {
+        u64 left = leaders;
+        for (int i = which / tiles; i > 0; --i) left &= left - 1;
+        const int leader = __ffsll(left) - 1, lane = threadIdx.x & 31;
+        Item item;
+        item.slot = __shfl_sync(~0u, leader < 32 ? slots.of[0] : slots.of[1], leader & 31), item.tile = which % tiles;
+        item.span = span_of(p, item.slot), item.rows = 0;
+        const int eight = __shfl_sync(~0u, leader < 32 ? number[0] : number[1], leader & 31) / ROWS;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const bool its = slots.of[i] == item.slot && number[i] / ROWS == eight;
+            if (its) asm volatile("st.shared.u8 [%0], %1;" ::"r"(list + number[i] % ROWS), "r"(32 * i + lane) : "memory");
+            item.rows += __popc(__ballot_sync(~0u, its));
+        }
+        __syncwarp();
+        return item;
+    }
+};
+
+// Sends for a part of an item's rows of A.
+DEVICE void prefetch(const Problem& p, const Item& item, int part) {
+    const int size = A_TYPE == 2 ? 4 : 2;
+    const char* begin = (const char*)p.a + (long long)item.first() * p.k * size;
+    const long long bytes = (long long)item.ranks(p) * p.k * size;
+#pragma unroll 1
+    for (long long at = (part * 32 + (threadIdx.x & 31)) * 128; at < bytes; at += PARTS * 32 * 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(begin + at));
 }
 
 // Sums of parts, on their way from all of the cluster's warps to the blocks that own their ranks: [rank][part][row]. There are two
@@ -211,49 +237,49 @@ struct Inbox {
     }
 };
 
-// A warp's part of K: sums of `count` rows of x whose numbers are in `rows`, and `ranks` rows of A from `first` on.
+DEVICE int row_at(u32 list, int i) {
+    u32 row;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(row) : "r"(list + i));
+    return row;
+}
+
+// A warp's part of K of an item.
 #if TENSOR
-DEVICE void multiply(const Problem& p, int row0, const int* rows, int count, int first, int ranks, int part, const Inbox& inbox) {
-    const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
-    long long x_row[GROUPS];
-#pragma unroll
-    for (int j = 0; j < GROUPS; ++j) x_row[j] = 8 * j + g < count ? (row0 + rows[8 * j + g]) * p.x_stride : -1;
-    float acc[GROUPS][4] = {};
+DEVICE void multiply(const Problem& p, int row0, u32 list, const Item& item, int part, const Inbox& inbox) {
+    const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3, ranks = item.ranks(p);
+    const long long x_row = g < item.rows ? (row0 + row_at(list, g)) * p.x_stride : -1;
+    float acc[4] = {};
 #pragma unroll 1
     for (int c = part; 32 * c < p.k; c += BATCH * PARTS) {
-        u32 a[BATCH][2][4] = {}, x[BATCH][GROUPS][4];
+        u32 a[BATCH][2][4] = {}, x[BATCH][4];
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) {
             const int at = 32 * (c + b * PARTS) + 8 * q;
 #pragma unroll
-            for (int h = 0; h < RANKS / 8; ++h) eight(p.a, (long long)(first + g + 8 * h) * p.k, at, p.k, g + 8 * h < ranks && at < p.k, a[b][h]);
-#pragma unroll
-            for (int j = 0; j < GROUPS; ++j) eight(p.x, x_row[j], at, p.k, x_row[j] >= 0 && at < p.k, x[b][j]);
+            for (int h = 0; h < RANKS / 8; ++h) eight(p.a, (long long)(item.first() + g + 8 * h) * p.k, at, p.k, g + 8 * h < ranks && at < p.k, a[b][h]);
+            eight(p.x, x_row, at, p.k, x_row >= 0 && at < p.k, x[b]);
         }
 #pragma unroll
         for (int b = 0; b < BATCH; ++b)
 #pragma unroll
-            for (int half = 0; half < 4; half += 2)
-#pragma unroll
-                for (int j = 0; j < GROUPS; ++j) mma(acc[j], a[b][0][half], a[b][1][half], a[b][0][half + 1], a[b][1][half + 1], x[b][j][half], x[b][j][half + 1]);
+            for (int half = 0; half < 4; half += 2) mma(acc, a[b][0][half], a[b][1][half], a[b][0][half + 1], a[b][1][half + 1], x[b][half], x[b][half + 1]);
     }
 #pragma unroll
-    for (int j = 0; j < GROUPS; ++j)
-#pragma unroll
-        for (int i = 0; i < RANKS / 4; ++i) inbox.put(g + 8 * (i >> 1), 8 * j + 2 * q + (i & 1), acc[j][i]);
+    for (int i = 0; i < RANKS / 4; ++i) inbox.put(g + 8 * (i >> 1), 2 * q + (i & 1), acc[i]);
 }
 #else
-DEVICE void multiply(const Problem& p, int row0, const int* rows, int count, int first, int ranks, int part, const Inbox& inbox) {
-    const int lane = threadIdx.x & 31;
+DEVICE void multiply(const Problem& p, int row0, u32 list, const Item& item, int part, const Inbox& inbox) {
+    const int lane = threadIdx.x & 31, ranks = item.ranks(p);
 #pragma unroll 1
-    for (int row = 0; row < count; ++row) {
+    for (int row = 0; row < item.rows; ++row) {
+        const long long from = (row0 + row_at(list, row)) * p.x_stride;
         float acc[RANKS] = {};
 #pragma unroll 1
         for (int k = 32 * part + lane; k < p.k; k += 32 * PARTS) {
-            const float x = number<X_TYPE>(p.x, (row0 + rows[row]) * p.x_stride + k);
+            const float x = number<X_TYPE>(p.x, from + k);
 #pragma unroll
             for (int r = 0; r < RANKS; ++r)
-                if (r < ranks) acc[r] = fmaf(number<A_TYPE>(p.a, (long long)(first + r) * p.k + k), x, acc[r]);
+                if (r < ranks) acc[r] = fmaf(number<A_TYPE>(p.a, (long long)(item.first() + r) * p.k + k), x, acc[r]);
         }
 #pragma unroll
         for (int r = 0; r < RANKS; ++r) {
@@ -265,55 +291,77 @@ DEVICE void multiply(const Problem& p, int row0, const int* rows, int count, int
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, (GROUPS == 1 ? 512 : 384) / THREADS)
+// Adds what all parts have sent of an item, and writes the block's share of h: a warp takes some outputs.
+DEVICE void finish(const Problem& p, int row0, u32 list, const Item& item, int block, const Inbox& inbox) {
+    const int ranks = item.ranks(p);
+#pragma unroll 4
+    for (int i = threadIdx.x >> 5; i < OWNED * ROWS; i += WARPS) {
+        const int rank = i / ROWS * CLUSTER + block, row = i % ROWS, column = item.column() + rank;
+        if (rank >= RANKS || row >= item.rows || column >= p.n) continue;
+        const float sum = rank < ranks ? inbox.sum(rank, row) : 0.f;
+        if ((threadIdx.x & 31) == 0) p.out[(long long)(row0 + row_at(list, row)) * p.n + column] = sum;
+    }
+}
+
+// Says that the kernels in front have ended. What they wrote is where all of the device sees it, so nothing is released here.
+DEVICE void tell(const Problem& p) {
+    if (p.signal && blockIdx.x == p.image_blocks && threadIdx.x == 0)
+        asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p.signal), "l"(p.tag << 16) : "memory");
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS)
 #if CLUSTER > 1
 __cluster_dims__(CLUSTER, 1, 1)
 #endif
 adapters_shrink(const __grid_constant__ Problem p) {
     __shared__ __align__(16) float sums[2][OWNED][PARTS][PITCH], gathered[WARPS][RANKS][PITCH];
     __shared__ u64 barrier;
-    __shared__ int list[CHUNK];
-    if (!LATE) next_kernel_may_start();
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, block = blockIdx.x % CLUSTER, cluster = blockIdx.x / CLUSTER, part = block * WARPS + warp;
-    const int row0 = cluster / p.clusters * CHUNK, tiles = (p.width + RANKS - 1) / RANKS;
+    __shared__ u8 lists[WARPS][ROWS];    // a warp's own
+    next_kernel_may_start();
+#if COLUMNS
+    if (blockIdx.x < p.image_blocks) {
+        previous_kernel_done();
+        lay_out(p, p.image, blockIdx.x, p.image_blocks);
+        return;
+    }
+#endif
+    const int warp = threadIdx.x >> 5, block = blockIdx.x % CLUSTER, cluster = (blockIdx.x - p.image_blocks) / CLUSTER, part = block * WARPS + warp;
+    const int row0 = cluster / p.clusters * CHUNK, tiles = (p.n + RANKS - 1) / RANKS;
+    const u32 list = shared_address(lists[warp]);
     Inbox inbox(shared_address(sums), shared_address(gathered), shared_address(&barrier));
-    int likely = -1;    // the first slot, as the index says before the kernel before has ended
+    int which = cluster % p.clusters;
+    Rows rows(p, row0);    // with OVERLAP, as they were before the kernel in front had ended
+    int items = rows.items(tiles);
+    bool known = false, sure = !OVERLAP;    // the item; that the rows are what the index says
+    Item item;
 #if OVERLAP
-    likely = prefetch(p, row0, tiles, cluster % p.clusters, part);
+#pragma unroll 1
+    for (int next = items - 1 - (items - 1 - which) % p.clusters; next >= which && next < items; next -= p.clusters, known = true)
+        item = rows.item(p, tiles, next, list), prefetch(p, item, part);
 #endif
     previous_kernel_done();
-    if (LATE) next_kernel_may_start();
-    const int2 its_span = span_of(p, likely);
-    const Slots slots(p, row0);
-    const int items = __popcll(slots.leaders) * tiles;
+    tell(p);
+    const Slots now(p, row0);
+    const int2 span = span_of(p, known ? item.slot : -1);
 #pragma unroll 1
-    for (int item = cluster % p.clusters; item < items; item += p.clusters) {
-        const int slot = slots.slot_of(item / tiles), tile = item % tiles;
-        const u64 members = slots.members(slot);
-        const int2 rows = rows_of_a(p, slot == likely ? its_span : span_of(p, slot), tile);
-        const int first = rows.x, ranks = rows.y, count = __popcll(members);
-        if (warp == 0)
-            for (int row = lane; row < CHUNK; row += 32)
-                if (members >> row & 1) list[__popcll(members & ((1ull << row) - 1))] = row;
-        __syncthreads();
-#pragma unroll 1
-        for (int begin = 0; begin < count; begin += ROWS) {
-            const int now = min(ROWS, count - begin);
-            if (ranks > 0) {
-                multiply(p, row0, list + begin, now, first, ranks, part, inbox);
-                inbox.send(part, now);
-                inbox.wait();
-            }
-#pragma unroll 4
-            for (int i = warp; i < OWNED * ROWS; i += WARPS) {    // a warp takes some outputs
-                const int rank = i / ROWS * CLUSTER + block, row = i % ROWS, column = RANKS * tile + rank;
-                if (rank >= RANKS || row >= now || column >= p.width) continue;
-                const float sum = rank < ranks ? inbox.sum(rank, row) : 0.f;
-                if (lane == 0) p.out[(long long)(row0 + list[begin + row]) * p.width + column] = sum;
-            }
-            inbox.turn += ranks > 0;
+    for (;;) {
+        if (which < items) {
+            if (!known) item = rows.item(p, tiles, which, list);
+            if (item.ranks(p) > 0) multiply(p, row0, list, item, part, inbox);
         }
-        __syncthreads();    // all have read the list
+        if (!sure) {
+            sure = true;
+            if (now.differ(rows.slots) || known && (span.x != item.span.x || span.y != item.span.y)) {    // anew
+                rows = Rows(p, row0), items = rows.items(tiles), known = false;
+                continue;
+            }
+        }
+        if (which >= items) break;
+        if (item.ranks(p) > 0) inbox.send(part, item.rows), inbox.wait();
+        finish(p, row0, list, item, block, inbox);
+        inbox.turn += item.ranks(p) > 0;
+        which += p.clusters, known = false;
+        __syncwarp();    // all have read the list
     }
     inbox.ready();
 }

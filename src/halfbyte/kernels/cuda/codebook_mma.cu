@@ -80,10 +80,9 @@
 #define INBOX_FULL (16 * STAGES)
 #define ADDED_AT (BARRIERS_AT + 16 * (STAGES + 3))    // what adapters add to a pass's outputs; its barriers follow the inbox's
 #define ADDED_FULL (16 * STAGES + 16)
-#define X_THERE (16 * STAGES + 32)               // all warps have got x of theirs
+#define X_READABLE (16 * STAGES + 32)            // x may be read, where there are adapters; 8 further: all warps have got x of theirs
 #define EXPAND_COLUMNS (GROUPS * X_ROWS)
 #define EXPAND_ROWS ROWS
-#define EXPAND_WARPS 1
 #define EXPAND_PAIR (RESIDENT == 1 ? 2 : 1)
 
 #define FIRST_SLOTS (EARLY < STAGES ? EARLY : STAGES)
@@ -143,6 +142,7 @@ DEVICE Share share_of(const Problem& p) {
 #include "codebook_mma_copies.cuh"
 #include "codebook_mma_x.cuh"
 #if ADAPTERS
+#include "adapters_items.cuh"
 #include "adapters_expand.cuh"
 #endif
 #include "codebook_mma_sums.cuh"
@@ -306,22 +306,30 @@ DEVICE void bring_scales(const Scales& scales, const Problem& p, u32 base, int s
 
 #if ADAPTERS
 // The adapters' warp: pass after pass, what they add. Not inlined, as it would cost the main loop registers.
-static __device__ __noinline__ void bring_adapters(const Problem& p, u32 base) {
+static __device__ __noinline__ void bring_adapters(const Problem& p, u32 base, float inverse) {
     const Share share = share_of(p);
     const u32 added = base + ADDED_AT, full = base + BARRIERS_AT + ADDED_FULL;
-    const int items = list_items(p.expand, 0, p.m, added + EXPAND_ITEMS_AT);
+    const int items = list_items(p.expand, 0, p.m, p.n, inverse, added + EXPAND_ITEMS_AT);
     __syncwarp();
-    prefetch_items(p.expand, added + EXPAND_ITEMS_AT, items, 0, share.slab, 16 * share.tiles, p.n);
+    send_for_items(p.expand, added + EXPAND_ITEMS_AT, items, share.slab, 16 * share.tiles, p.n, 0);
     previous_kernel_done();    // h is read
 #pragma unroll 1
     for (int pass = 0; pass < share.passes; ++pass) {
         if (pass > 0) barrier_wait_long(full + 8, (pass - 1) & 1);
-        expand(p.expand, added, items, 0, 0, share.slab + pass * ROWS, 16 * min(TILES, share.tiles - pass * TILES), p.n);
+        expand(p.expand, added, items, 0, share.slab + pass * ROWS, 16 * min(TILES, share.tiles - pass * TILES), p.n);
         __syncwarp();
         if ((this_thread() & 31) == 0) barrier_arrive(full);
     }
 }
 #endif
+
+DEVICE void x_readable(u32 base) {
+#if ADAPTERS
+    barrier_wait(base + BARRIERS_AT + X_READABLE, 0);
+#else
+    previous_kernel_done();
+#endif
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #if SPLIT > 1
@@ -345,10 +353,11 @@ codebook_mma(const __grid_constant__ Maps maps, const __grid_constant__ Codebook
             }
             barrier_init(barriers + INBOX_FULL, 32 * WARPS * (SPLIT - 1) + (SPLIT == 1));
             barrier_init(barriers + INBOX_FULL + 8, 32 * WARPS);
-            barrier_init(barriers + X_THERE, WARPS);
+            barrier_init(barriers + X_READABLE + 8, WARPS);
 #if ADAPTERS
             barrier_init(barriers + ADDED_FULL, 1);
             barrier_init(barriers + ADDED_FULL + 8, WARPS);
+            barrier_init(barriers + X_READABLE, 1);
 #endif
             barriers_visible();
         }
@@ -367,9 +376,9 @@ codebook_mma(const __grid_constant__ Maps maps, const __grid_constant__ Codebook
         if (elected()) {
             // x would wait behind all that is sent for before it
 #if X_AWAITED
-            barrier_wait(base + BARRIERS_AT + X_THERE, 0);
+            barrier_wait(base + BARRIERS_AT + X_READABLE + 8, 0);
 #else
-            previous_kernel_done();
+            x_readable(base);
 #endif
             copies.copy<false>(maps, p, base, STAGES - FIRST_SLOTS, lane);
             copies.copy<true>(maps, p, base, copies.left, lane);
@@ -380,7 +389,9 @@ codebook_mma(const __grid_constant__ Maps maps, const __grid_constant__ Codebook
     }
 #if ADAPTERS
     if (warp == SIDE_WARP + SIDES) {
-        if (share_of(p).rank == 0) bring_adapters(p, base);
+        wait_for_signal(p.expand);
+        if (lane == 0) barrier_arrive(base + BARRIERS_AT + X_READABLE);
+        if (share_of(p).rank == 0) bring_adapters(p, base, codebook.inverse);
         previous_kernel_done();
         __syncwarp();
         cluster_wait();
@@ -395,14 +406,14 @@ codebook_mma(const __grid_constant__ Maps maps, const __grid_constant__ Codebook
         return;
     }
 #endif
-    previous_kernel_done();    // from here on x is read and out written
+    x_readable(base);    // from here on x is read and out written
     u32 round = 0;
     Fetch fetch(p, base + X_AT + warp * X_WARP_BYTES, share_of(p).first_unit(warp), lane);
     fetch.next(p);
     fetch.finish();
 #if X_AWAITED
     __syncwarp();
-    if (lane == 0) barrier_arrive(base + BARRIERS_AT + X_THERE);
+    if (lane == 0) barrier_arrive(base + BARRIERS_AT + X_READABLE + 8);
 #endif
 #if !X_STAGED
     fetch.next(p);

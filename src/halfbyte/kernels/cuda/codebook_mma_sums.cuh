@@ -142,7 +142,7 @@ DEVICE void reduce_and_store(const Problem& p, u32 base, int pass, float inverse
 #if ADAPTERS
             added = added_to(base + ADDED_AT, column, i % (16 * T));
 #endif
-            store(p, column, row, total[j][o], inverse, added);
+            store(p, column, row, total[j][o] + added, inverse, -0.f);
         }
 #if ADAPTERS
     __syncwarp();

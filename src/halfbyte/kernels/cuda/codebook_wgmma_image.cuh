@@ -3,18 +3,20 @@
 // the powers of two by which rows of units were scaled, [4][COLUMNS] fp32, and for each unit whether any of them is not 1. Rows
 // beyond M and k beyond K are zeros.
 
-// One of so many blocks of 64 threads; it takes a unit after another, eight lanes a row of it, 16 bytes each. x is there.
+// One of so many blocks of 64 threads; it takes some units after others, whose x it fetches at once, eight lanes a row, 16 bytes each.
+// x is there.
+template <int AT_ONCE = 1>
 DEVICE void lay_out(const Problem& p, u8* image, int block, int blocks) {
     const int stages = (p.k / UNIT + 3) / 4, part = threadIdx.x & 7;
     float* const undos = (float*)(image + (u64)stages * COLUMNS * 512);
     // k = 16 q + 4 step + 2 high (+ 1), or within a block of 32: 32 half + 8 q + 4 (step & 1) + 2 high
     const int q = BLOCK == 64 ? part / 2 : part & 3, step0 = BLOCK == 64 ? 2 * (part & 1) : 2 * (part / 4);
-    constexpr int units = COLUMNS == 16 ? 4 : COLUMNS == 32 ? 2 : 1, rows = COLUMNS / 8;    // whose x is fetched at once; of a thread
+    constexpr int rows = COLUMNS / 8;    // of a thread
 #pragma unroll 1
-    for (int first = block; first < 4 * stages; first += units * blocks) {
-        u32 word[units][rows][4] = {};
+    for (int first = block; first < 4 * stages; first += AT_ONCE * blocks) {
+        u32 word[AT_ONCE][rows][4] = {};
 #pragma unroll
-        for (int u = 0; u < units; ++u) {
+        for (int u = 0; u < AT_ONCE; ++u) {
 #pragma unroll
             for (int i = 0; i < rows; ++i) {
                 const int row = 8 * i + (threadIdx.x >> 3), unit = first + u * blocks;
@@ -25,7 +27,7 @@ DEVICE void lay_out(const Problem& p, u8* image, int block, int blocks) {
             }
         }
 #pragma unroll
-        for (int u = 0; u < units; ++u) {
+        for (int u = 0; u < AT_ONCE; ++u) {
             const int unit = first + u * blocks;
             if (unit >= 4 * stages) break;
             u8* to = image + (u64)unit * COLUMNS * 128;
