@@ -278,7 +278,7 @@ def test_laying_x_out_is_launched_with_blocks_of_two_warps(monkeypatch: pytest.M
 
 def test_wgmma_structs_are_what_the_kernels_take() -> None:
     assert ctypes.sizeof(codebook_wgmma._Maps) == 256
-    assert ctypes.sizeof(codebook_wgmma._Problem) == 112
+    assert ctypes.sizeof(codebook_wgmma._Problem) == 128
     assert codebook_wgmma._Problem.x_stride.offset == 24
     assert codebook_wgmma._Problem.units.offset == 48
 

@@ -463,10 +463,10 @@ DEVICE void multiply(const Problem& p, u32 base, float inverse) {
 #if CLUSTER > 1
     const u32 sums_full = barriers + SUMS_FULL, sums_free = sums_full + 8;
 #endif
+    const Multiplier multiplier(base, this_thread() / 128 / UNIT_GROUPS, this_thread() / 128 % UNIT_GROUPS, this_thread());
     Place place = {0, 0};
 #pragma unroll 1
     for (u32 round = 0; tile_of(round) * ROWS < p.n; ++round) {
-        const Multiplier multiplier(base, this_thread() / 128 / UNIT_GROUPS, this_thread() / 128 % UNIT_GROUPS, this_thread());
 #pragma unroll 1
         for (int piece = 0; piece < PIECES; ++piece) {
             float chain[UNITS][SUMS] = {};
@@ -567,11 +567,20 @@ codebook_wgmma(const __grid_constant__ Maps maps, const __grid_constant__ Codebo
     if (warp >= WARPS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
         if (warp == WARPS) {
+#if ADAPTERS
+            wait_for_signal(p.expand);
+            asm volatile("fence.proxy.async.global;" ::: "memory");
+#endif
             if (elected()) {
+#if !ADAPTERS
                 previous_kernel_done();    // from here on x is read, and out written by those who get it
+#endif
                 copy_rest(maps, p, cut, base);
             }
             __syncwarp();
+#if ADAPTERS
+            signal_seen(p.expand);
+#endif
         }
 #if SPREAD
         else if (warp == WARPS + 3) {

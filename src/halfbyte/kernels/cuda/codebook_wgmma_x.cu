@@ -26,7 +26,7 @@ struct Problem {
 #include "codebook_numbers.cuh"
 #include "codebook_wgmma_image.cuh"
 
-extern "C" __global__ void __launch_bounds__(64) codebook_wgmma_x(const __grid_constant__ Problem p) {
+extern "C" __global__ void __launch_bounds__(64, 16) codebook_wgmma_x(const __grid_constant__ Problem p) {
     next_kernel_may_start();
     previous_kernel_done();
     u32* const counters = (u32*)((u8*)p.out + (u64)((p.k / UNIT + 3) / 4) * (COLUMNS * 528 + 16));
