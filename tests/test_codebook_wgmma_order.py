@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from functools import reduce
+from itertools import pairwise
 from math import ceil
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from kernel_samples import KEYS, multiples
 BF16 = torch.bfloat16
 NF4 = get_format("nf4")
 NS = (16, 300, 1000, 65536, 151936)
-KS = (64, 576, 1088, 4096, 5120, 14336, 32768)
+KS = (64, 576, 1024, 1088, 2048, 4096, 5120, 14336, 32768)
 MULTIPROCESSORS = 132
 Chains = dict[tuple[int, int, int], list[int]]  # units of K by rank, piece (there a team) and chain (there a warp)
 
@@ -117,7 +118,7 @@ def of_spread(config: Config, k: int, blocks: int, share: codebook_wgmma.Shares)
         turns.sort(key=lambda turn: turn.begin)
         assert [turn.begun for turn in turns] == [False, *(True for _ in turns[1:])]
         assert [turn.whole for turn in turns] == [*(False for _ in turns[1:]), True]
-        assert all(after.block == before.block + 1 for before, after in zip(turns, turns[1:], strict=False))
+        assert all(after.block == before.block + 1 for before, after in pairwise(turns))
         stages = [stage for turn in turns for stage in range(turn.begin, turn.end)]
         tile, number = divmod(piece, pieces_of(config))
         first = tile * pieces_of(config) * share.run
@@ -251,7 +252,7 @@ def added_by_mma(sums: Tensor) -> Tensor:
 
 
 def added_by_wgmma(config: Config, sums: Tensor) -> Tensor:
-    """add_chains and finish (or finish_tile) of codebook_wgmma.cu on the sums [ranks, pieces, chains, …] of warpgroups."""
+    """add_chains and finish (finish_tile) of codebook_wgmma.cu on the sums [ranks, pieces, chains, …] of warpgroups."""
     each_group = 4 // config.UNIT_GROUPS
     pieces = pieces_of(config)
     kept = []  # entries of the cluster's blocks, one after another

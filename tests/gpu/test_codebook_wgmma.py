@@ -142,6 +142,31 @@ def test_short_rings_give_the_same_bits(key: str, m: int) -> None:
             assert torch.equal(out, wanted), f"{key} M={m}: {chosen}"
 
 
+@pytest.mark.parametrize("m", [9, 32, 64])
+@pytest.mark.parametrize(
+    ("key", "n", "k"), [("nf4-64", 5120, 4096), ("nf4-64-nested", 300, 32768), ("nf4-64", 4100, 8192)]
+)
+def test_stages_spread_over_blocks_give_the_same_bits(key: str, n: int, k: int, m: int) -> None:
+    """Every configuration that spreads them, many calls on the same memory, which holds anything before the first."""
+    _, mma = both()
+    weight, x, bias = weight_of(key, n, k), uneven(m, k, BF16), torch.randn(n, device=DEVICE)
+    index, multiprocessors = DEVICE.index or 0, codebook.device_of(DEVICE.index or 0)[1]
+    side = not codebook.copies_scales(weight, codebook_wgmma.ARCH)
+    wanted, stream = apply(mma, x, weight, bias), torch.cuda.current_stream().cuda_stream
+    found = codebook_wgmma.configurations(weight.format, BF16, m, n, k, multiprocessors, side)
+    spread = [config for config in found if config.SPREAD]
+    assert len(spread) >= 3
+    for config in spread:
+        multiply = codebook_wgmma.launch(weight, config, index, multiprocessors)
+        lay_out = codebook_wgmma.launch_image(config, n, k, index, multiprocessors)
+        memory = codebook_wgmma.image_for(x, multiply).fill_(255)
+        outs = [torch.full_like(wanted, torch.nan) for _ in range(20)]
+        for out in outs:
+            lay_out(x, None, memory, stream, True)
+            multiply(memory, bias, out, stream, True)
+        assert all(torch.equal(out, wanted) for out in outs), f"{key} {n} × {k} M={m}: {config}"
+
+
 @pytest.mark.parametrize("m", [16, 64])
 def test_replays_read_what_is_there_then(m: int) -> None:
     """Three calls in a graph, whose images share its memory, with x, bias and weight rewritten between replays."""

@@ -145,8 +145,8 @@ def predicted_clocks(config: Config, n: int, k: int, multiprocessors: int) -> fl
     """Clocks of a launch: what the busiest multiprocessor does, pass after pass, and what passes and launches cost."""
     rate = RATES[config.ROW_GROUPS, config.UNIT_GROUPS][(16, 32, 64).index(config.COLUMNS)]
     if config.SPREAD:
-        blocks, _ = _shares(config, n, k, multiprocessors)
-        return ceil(ceil(n / config.rows) * stages_of(k) / blocks) * config.rows * TEAM * UNIT / rate + 12000 + 60 * config.COLUMNS
+        stages = ceil(ceil(n / config.rows) * stages_of(k) / _shares(config, n, k, multiprocessors)[0])
+        return stages * config.rows * TEAM * UNIT / rate + 12000 + 60 * config.COLUMNS
     passes = ceil(ceil(n / config.rows) / clusters_at_once(config.CLUSTER, multiprocessors))
     return passes * (config.rows * k / config.CLUSTER / rate + 2000) + 8000 + 1500 * (config.CLUSTER > 1)
 
@@ -171,14 +171,14 @@ class Shares(ctypes.Structure):
 
 @lru_cache(maxsize=4096)
 def shares(rows: int, n: int, k: int, ranks: int, multiprocessors: int) -> tuple[int, Shares] | None:
-    """So many blocks for a weight [n, k] in tiles of so many rows, and what each takes; None where pieces differ."""
+    """How many blocks for a weight [n, k] in tiles of `rows`, and what each takes; None where pieces differ or are a stage."""
     stages, tiles = stages_of(k), ceil(n / rows)
     run = stages // (4 * ranks)
-    if stages % (4 * ranks) or (ranks > 1 and rank_units(n, k, ranks, multiprocessors) != 4 * run * TEAM):
+    if run < 2 or stages % (4 * ranks) or (ranks > 1 and rank_units(n, k, ranks, multiprocessors) != 4 * run * TEAM):
         return None
-    blocks = min(multiprocessors, tiles * 4 * ranks)  # no share is shorter than a piece, of which a block has a part then
+    blocks = min(multiprocessors, tiles * 4 * ranks)  # no share is shorter than a piece
     each, longer = divmod(tiles * stages, blocks)
-    return blocks, Shares(each, longer, run, -(-(1 << 32) // run) & 0xFFFFFFFF, tiles)
+    return blocks, Shares(each, longer, run, -(-(1 << 32) // run), tiles)
 
 
 def rank_units(n: int, k: int, ranks: int, multiprocessors: int) -> int:
@@ -413,7 +413,7 @@ def stages_of(k: int) -> int:
 
 
 def image_for(x: Tensor, multiply: Launch) -> Tensor:
-    """Memory for the image of x [m, k], and what else a launch takes; it has m rows so that the launch finds m in its shape."""
+    """Memory for the image of x [m, k] and what else a launch takes; of m rows, so that it finds m in its shape."""
     size = multiply.record.image_bytes
     return torch.empty((x.shape[0], ceil(size / x.shape[0] / 16) * 16), dtype=torch.uint8, device=x.device)
 
