@@ -138,31 +138,38 @@ def test_structs_are_what_the_kernels_take() -> None:
     check_layout(codebook_wgmma.STEM, wgmma, "Problem", codebook_wgmma._Problem)
 
 
-def test_shrink_is_given_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = AdapterPool.random(1024, {"q": 32, "v": 64}, [16, 4, 40], dtype=BF16)
-    x, index = torch.randn(70, 1024).to(BF16), torch.zeros(70, dtype=torch.int32)
-    out = torch.empty(70, pool.width)
+@pytest.fixture
+def shrinks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+    """What launches of adapters_shrink are given, where there is no GPU."""
     calls: list[dict[str, Any]] = []
 
     class Launch:
         def __init__(self, kernel: object, arguments: tuple[Any, ...], **options: Any) -> None:
-            self.options, self.clusters = options, arguments[-1].clusters
+            last = arguments[-1]
+            self.options = {**options, "clusters": last.clusters, "image_blocks": last.image_blocks}
 
         def __call__(
             self, x: Tensor, bias: None, out: Tensor, stream: int, early: bool, fields: dict[str, Any]
         ) -> None:
-            calls.append({**fields, **self.options, "clusters": self.clusters, "early_now": early})
+            calls.append({**fields, **self.options, "early_now": early})
 
     monkeypatch.setattr(adapters_shrink, "Launch", Launch)
     monkeypatch.setattr(adapters_shrink, "device_of", lambda index: ("sm_90a", 132))
     monkeypatch.setattr(nvrtc, "load", lambda *arguments: None)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
     adapters_shrink._launch.cache_clear()
+    yield calls
+    adapters_shrink._launch.cache_clear()
+
+
+def test_shrink_is_given_what_it_reads(shrinks: list[dict[str, Any]]) -> None:
+    pool = AdapterPool.random(1024, {"q": 32, "v": 64}, [16, 4, 40], dtype=BF16)
+    x, index = torch.randn(70, 1024).to(BF16), torch.zeros(70, dtype=torch.int32)
+    out = torch.empty(70, pool.width)
     adapters_shrink.run(x, pool.a, pool.spans, index, out)
     adapters_shrink.run(x, pool.a, pool.spans, None, out)
     adapters_shrink.run(x[:0], pool.a, pool.spans, index[:0], out[:0])
-    adapters_shrink._launch.cache_clear()
-    first, second = calls
+    first, second = shrinks
     assert (first["a"], first["spans"], first["index"]) == (
         pool.a.data_ptr(), pool.spans.data_ptr(), index.data_ptr(),
     )  # fmt: skip
@@ -170,6 +177,35 @@ def test_shrink_is_given_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (first["k"], first["a_rows"], first["n"], first["slots"]) == (1024, pool.a.shape[0], pool.width, 3)
     assert first["blocks"] == 2 * first["clusters"] * 4, "two chunks of rows, clusters of four blocks for K = 1024"
     assert first["early_now"], "it waits for the kernel before it by itself"
+    assert first["signal"] is None, "nobody knows of it"
+
+
+def test_a_launch_tells_the_next_by_words_of_its_own(shrinks: list[dict[str, Any]]) -> None:
+    pool = AdapterPool.random(1024, 32, [16], dtype=BF16)
+    x = torch.randn(9, 1024).to(BF16)
+    shrink = adapters_shrink.Shrink.of(x, pool.a, pool.spans, None, 15)
+    end = shrink.out.untyped_storage().data_ptr() + shrink.out.untyped_storage().nbytes()
+    assert shrink.out.shape == (9, 15)
+    assert shrink.out.is_contiguous()
+    plain = shrink.launch()
+    imaged = shrink.launch(adapters_shrink.Image(4096, 16, 64))
+    for signal, call, words in ((plain, shrinks[0], 1), (imaged, shrinks[1], 16)):
+        assert signal == (call["signal"], call["tag"], words)
+        assert signal.address is not None
+        assert signal.address % 8 == 0
+        assert shrink.out.data_ptr() + 4 * shrink.out.numel() <= signal.address
+        assert signal.address + 8 * signal.words <= end
+        assert signal.tag < 1 << 48, "a word has 16 bits for those who saw it"
+    assert plain.tag != imaged.tag
+    assert [call["image_blocks"] for call in shrinks] == [0, 16], "a block for each 64 weights of a row"
+    assert shrinks[1]["image"] == 4096
+    assert shrinks[1]["blocks"] == 16 + 4 * shrinks[1]["clusters"]
+    for k in (64, 1536, 32768, 1 << 20):
+        config = adapters_shrink.configure(BF16, BF16, k, True, "sm_90a", 16, 64)
+        for multiprocessors in (1, 132, 1000):
+            blocks = adapters_shrink.image_blocks_for(config, k, multiprocessors)
+            assert 0 < blocks <= adapters_shrink.SIGNALS
+            assert blocks % config.CLUSTER == 0
 
 
 # ---- expand
@@ -221,6 +257,10 @@ def test_rows_of_a_later_launch_have_their_own_part() -> None:
         part.data_ptr() for part in (layer.b, layer.table, layer.scalings)
     )
     assert (given.width, given.slots, given.b_type) == (layer.width, 2, 0)
+    assert (given.signal, given.tag, given.signals) == (None, 0, 0)
+    signal = adapters_shrink.Signal(64, 5, 3)
+    told = adapters_expand.fields_of(expand, 0, signal)["expand"]
+    assert (told.signal, told.tag, told.signals) == signal
     alone = Expand(expand.shrunk, layer.b, layer.table, layer.scalings, None)
     assert adapters_expand.fields_of(alone, 32)["expand"].index is None
 

@@ -131,7 +131,7 @@ def start_shrink(
     rows: Tensor, a: Tensor, spans: Tensor, index: Tensor | None, width: int
 ) -> tuple[Tensor, Shrink | None]:
     """h, fp32 [M, width], of rows [M, K], for `Expand`: its `shrunk`; its `shrink` where that has yet to write it."""
-    if rows.device.type != "cuda" or adapters_shrink.reason_against(rows) is not None:
+    if not rows.numel() or not width or rows.device.type != "cuda" or adapters_shrink.reason_against(rows) is not None:
         return _shrink(rows, a, spans, index, width), None
     _check_shrink(rows, a, spans, index, rows.shape[0])
     shrink = Shrink.of(rows, a, spans, index, width)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..formats import PackedWeight
+from .adapters_shrink import NO_SIGNAL, Signal
 from .codebook import X_TYPES
 from .launch import Bind, Launch
 from .registry import Expand
@@ -34,6 +35,7 @@ class ExpandStruct(ctypes.Structure):
         ("b_type", ctypes.c_int),
         ("signal", ctypes.c_void_p),
         ("tag", ctypes.c_ulonglong),
+        ("signals", ctypes.c_int),
     )
 
 
@@ -57,10 +59,10 @@ def reason_against(expand: Expand) -> str | None:
     return None
 
 
-def fields_of(expand: Expand, first: int, signal: int = 0, tag: int = 0) -> dict[str, Any]:
+def fields_of(expand: Expand, first: int, signal: Signal = NO_SIGNAL) -> dict[str, Any]:
     """What a launch brings of them (`Launch.__call__`), for the rows of x from `first` on.
 
-    signal, tag: from `Shrink.launch_signalling`, right before.
+    signal: from `Shrink.launch`, right before.
     """
     shrunk, index = expand.shrunk, expand.index
     width = shrunk.shape[1]
@@ -73,8 +75,7 @@ def fields_of(expand: Expand, first: int, signal: int = 0, tag: int = 0) -> dict
         width,
         expand.table.shape[0],
         X_TYPES[expand.b.dtype],
-        signal or None,
-        tag,
+        *signal,
     )
     return {"expand": struct}
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 import ctypes
 import itertools
 import secrets
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,9 +31,9 @@ CHUNK = 64  # as in the kernel
 PORTABLE = 8  # blocks of a cluster, without asking for more
 ROWS = 8  # of x, of an item
 BLOCKS = 512  # that share the items of a chunk, at most: a multiprocessor's registers hold eight
-# Each launch that signals has a number of its own, so that what memory held before is not taken for it.
-_numbers = itertools.count(secrets.randbits(46))
-_NO_SIGNAL: Mapping[str, int | None] = {"signal": None, "tag": 0}
+SIGNALS = 256  # words by which a launch may signal
+# Each launch that signals has a tag of its own, so that what memory held before is not taken for it.
+_tags = itertools.count(secrets.randbits(46))
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,17 @@ class Config:
     OVERLAP: int
     COLUMNS: int = 0
     BLOCK: int = 0
+
+
+class Signal(NamedTuple):
+    """How a launch tells the one behind it that it need not wait: the address of so many words, and their tag."""
+
+    address: int | None
+    tag: int
+    words: int
+
+
+NO_SIGNAL = Signal(None, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -117,7 +128,7 @@ def image_blocks_for(config: Config, k: int, multiprocessors: int) -> int:
     """Blocks that lay x out, in whole clusters: a unit each, as far as there are multiprocessors."""
     if not config.COLUMNS:
         return 0
-    blocks = min(multiprocessors, -(-k // (TEAM * UNIT)) * TEAM)
+    blocks = min(multiprocessors, SIGNALS - config.CLUSTER, -(-k // (TEAM * UNIT)) * TEAM)
     return -(-blocks // config.CLUSTER) * config.CLUSTER
 
 
@@ -161,7 +172,7 @@ def _reason_against(device: int) -> str | None:
 class Shrink:
     """A launch that has not been made: it writes `out`, fp32 [M, width]. See `run` for the others.
 
-    Behind `out` in its memory is a word by which it signals.
+    Behind `out` in its memory are words by which it signals.
     """
 
     x: Tensor
@@ -174,24 +185,20 @@ class Shrink:
     def of(cls, x: Tensor, a: Tensor, spans: Tensor, index: Tensor | None, width: int) -> Shrink:
         """Where `reason_against` x has none; with memory for h."""
         m = x.shape[0]
-        memory = torch.empty(_signal_at(m, width) // 4 + 2, dtype=torch.float32, device=x.device)
+        memory = torch.empty(_signal_at(m, width) // 4 + 2 * SIGNALS, dtype=torch.float32, device=x.device)
         return cls(x, a, spans, index, memory[: m * width].view(m, width))
 
-    def launch(self, image: Image | None = None) -> None:
-        """Make it; image: lay x out, too, which then lies at 16-byte addresses and has two bytes an element."""
-        _run(self.x, self.a, self.spans, self.index, self.out, image=image)
+    def launch(self, image: Image | None = None) -> Signal:
+        """Make it; a kernel that is given what it returns must be launched right behind it, and need not wait for it.
 
-    def launch_signalling(self) -> tuple[int, int]:
-        """Make it; returns `signal` and `tag` (adapters_types.cuh) for the kernel that is launched right behind it."""
-        if not self.out.numel():
-            return 0, 0
-        signal, tag = self.out.data_ptr() + _signal_at(*self.out.shape), next(_numbers)
-        _run(self.x, self.a, self.spans, self.index, self.out, {"signal": signal, "tag": tag})
-        return signal, tag
+        image: lay x out, too, which then lies at 16-byte addresses and has two bytes an element; the signal says that
+        it is there. Without, the signal says that x is.
+        """
+        return _run(self.x, self.a, self.spans, self.index, self.out, self.out.data_ptr(), image)
 
 
 def _signal_at(m: int, width: int) -> int:
-    """Bytes to the word, which lies at a multiple of eight."""
+    """Bytes to the words, which lie at a multiple of eight."""
     return -(-m * width // 2) * 8
 
 
@@ -209,12 +216,13 @@ def _run(
     spans: Tensor,
     index: Tensor | None,
     out: Tensor,
-    signal: Mapping[str, int | None] = _NO_SIGNAL,
+    signals_behind: int = 0,
     image: Image | None = None,
-) -> None:
+) -> Signal:
+    """signals_behind: where `out` begins, if words for signals lie behind it."""
     m, k = x.shape
     if not m or not out.shape[1]:
-        return
+        return NO_SIGNAL
     size = x.element_size()
     row = x.stride(0) * size if m > 1 else 0
     wide = (x.data_ptr() | row | a.data_ptr() | k * size) % ALIGNMENT == 0
@@ -224,6 +232,9 @@ def _run(
     clusters = clusters_for(config, m, spans.shape[0], out.shape[1])
     image_blocks = image_blocks_for(config, k, multiprocessors)
     launch = _launch(config, -(-m // CHUNK), clusters, image_blocks, arch, index_of_device)
+    signal = NO_SIGNAL
+    if signals_behind and config.OVERLAP:
+        signal = Signal(signals_behind + _signal_at(*out.shape), next(_tags), image_blocks or 1)
     fields = {
         "a": a.data_ptr(),
         "spans": spans.data_ptr(),
@@ -232,8 +243,10 @@ def _run(
         "a_rows": a.shape[0],
         "n": out.shape[1],
         "slots": spans.shape[0],
+        "signal": signal.address,
+        "tag": signal.tag,
         "image": image.address if image else None,
-        **signal,
     }
     stream = int(torch._C._cuda_getCurrentRawStream(index_of_device))
     launch(x, None, out, stream, True, fields)
+    return signal

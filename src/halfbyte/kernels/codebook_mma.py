@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..formats import BlockFormat, PackedWeight, RecordLayout
 from . import adapters_expand, codebook, fallback, nvrtc
+from .adapters_shrink import NO_SIGNAL
 from .launch import Launch, Launcher, part
 from .registry import Configuration, Expand, Kernel, Problem, Settings, register
 
@@ -464,8 +465,8 @@ def _launch(
             launch = launcher.get(bind, weight, x.dtype, size, variant)
         else:
             launch = launcher.get(_bind_with_adapters, weight, x.dtype, size, ("adapters", variant))
-            signal = expand.shrink.launch_signalling() if expand.shrink and first == 0 else (0, 0)
-            fields = adapters_expand.fields_of(expand, first, *signal)
+            signal = expand.shrink.launch() if expand.shrink and first == 0 else NO_SIGNAL
+            fields = adapters_expand.fields_of(expand, first, signal)
         launch(part(x, rows), bias, part(out, rows), stream, early or first > 0, fields)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..formats import BlockFormat, PackedWeight
 from . import adapters_expand, codebook, fallback, nvrtc
 from . import codebook_mma as mma
-from .adapters_shrink import Image
+from .adapters_shrink import NO_SIGNAL, Image
 from .launch import Launch, Launcher, part
 from .registry import Configuration, Expand, Kernel, Problem, Settings, register
 
@@ -171,7 +171,7 @@ class Shares(ctypes.Structure):
 
 @lru_cache(maxsize=4096)
 def shares(rows: int, n: int, k: int, ranks: int, multiprocessors: int) -> tuple[int, Shares] | None:
-    """How many blocks for a weight [n, k] in tiles of `rows`, and what each takes; None where pieces differ or are a stage."""
+    """How many blocks a weight [n, k] in such tiles gets, and what each takes; None if pieces differ or are a stage."""
     stages, tiles = stages_of(k), ceil(n / rows)
     run = stages // (4 * ranks)
     if run < 2 or stages % (4 * ranks) or (ranks > 1 and rank_units(n, k, ranks, multiprocessors) != 4 * run * TEAM):
@@ -479,19 +479,19 @@ def _launch(
     for first in range(0, x.shape[0], CHUNK):
         rows = slice(first, min(x.shape[0], first + CHUNK))
         these = part(x, rows)
-        fields = None
         if expand is None:
             multiply = launcher.get(bind, weight, x.dtype, these.shape[0], settings)
         else:
             multiply = launcher.get(_bind_with_adapters, weight, x.dtype, these.shape[0], ("adapters", settings))
-            fields = adapters_expand.fields_of(expand, first)
         image = image_for(these, multiply)
+        signal = NO_SIGNAL
         if shrink is not None and first == 0:
             block = min(weight.format.blocksize, UNIT)
-            shrink.launch(Image(image.data_ptr(), columns(these.shape[0]), block))
+            signal = shrink.launch(Image(image.data_ptr(), columns(these.shape[0]), block))
         else:
             lay_out = launcher.get(bind, weight, x.dtype, these.shape[0], IMAGE_STEM)
             lay_out(these, None, image, stream, True)
+        fields = None if expand is None else adapters_expand.fields_of(expand, first, signal)
         multiply(image, bias, part(out, rows), stream, early or first > 0, fields)
 
 

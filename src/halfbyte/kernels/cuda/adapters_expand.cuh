@@ -14,22 +14,6 @@
 #define EXPAND_ITEMS_AT (EXPAND_COLUMNS * EXPAND_PITCH * 4)    // behind what is added
 #define EXPAND_STAGES_AT (EXPAND_ITEMS_AT + EXPAND_COLUMNS * EXPAND_ITEM_BYTES)
 
-// A warp waits until the kernels in front of adapters_shrink.cu have ended, which that says: so nobody but those who read h need wait
-// for that one. Its blocks have all started by then, so it does say so. The word holds the tag, and how many blocks have seen it: the
-// last leaves no tag behind, as this launch may be one of a graph that is replayed. Without a signal it waits for the kernel in front.
-DEVICE void wait_for_signal(const Expand& e) {
-    if (!e.signal) {
-        previous_kernel_done();
-    } else if ((this_thread() & 31) == 0) {
-        u64 word;
-        do asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(e.signal) : "memory");
-        while (word >> 16 != e.tag);
-        asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], 1;" : "=l"(word) : "l"(e.signal) : "memory");
-        if ((word & 0xFFFF) == gridDim.x - 1) asm volatile("st.relaxed.gpu.global.u64 [%0], 0;" ::"l"(e.signal) : "memory");
-    }
-    __syncwarp();
-}
-
 // Copies `BYTES` bytes of which `there` are there, the others zeros.
 template <int BYTES>
 DEVICE void copy_later(u32 to, const void* from, int there) {

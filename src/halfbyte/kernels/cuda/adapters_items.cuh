@@ -15,6 +15,29 @@
 
 DEVICE void sts8(u32 address, u32 value) { asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(value) : "memory"); }
 
+// A warp waits for what adapters_shrink.cu signals: that x is there, or its image, so that nobody but who reads h need wait for that
+// kernel. All of its blocks have started by then, so it does signal. Without signals, it waits for the kernel in front.
+DEVICE void wait_for_signal(const Expand& e) {
+    if (!e.signal) previous_kernel_done();
+    for (int i = e.signal ? this_thread() & 31 : e.signals; i < e.signals; i += 32) {
+        u64 word;
+        do asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(e.signal + i) : "memory");
+        while (word >> 16 != e.tag);
+    }
+    __syncwarp();
+}
+
+// Says so afterwards, for one warp of each block. The first word counts them: the last leaves no tag behind, as this launch may be one
+// of a graph that is replayed.
+DEVICE void signal_seen(const Expand& e) {
+    if (!e.signal) return;
+    u64 word = 0;
+    const int lane = this_thread() & 31;
+    if (lane == 0) asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], 1;" : "=l"(word) : "l"(e.signal) : "memory");
+    const bool last = __shfl_sync(~0u, (u32)word & 0xFFFF, 0) == gridDim.x - 1;
+    for (int i = last ? lane : e.signals; i < e.signals; i += 32) asm volatile("st.relaxed.gpu.global.u64 [%0], 0;" ::"l"(e.signal + i) : "memory");
+}
+
 // An adapter and up to eight rows of x that take it; rows without one are those of items of rank 0. So it lies in shared memory.
 struct Item {
     u32 rows[2];       // a byte each, of the block's, or NOBODY

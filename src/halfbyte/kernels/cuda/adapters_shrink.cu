@@ -9,7 +9,8 @@
 // index again: if that has changed, it begins anew.
 //
 // Blocks are so small that they fit beside those of codebook_mma.cu: they wait there for the kernel before, and the next one's
-// blocks need not wait until they have left, nor for h: `signal` tells them that all kernels in front of this one have ended.
+// blocks need not wait until they have left, nor for h: `signal` tells them that all kernels in front of this one have ended. Those of
+// codebook_wgmma.cu it tells that x is laid out.
 //
 //   8 or 16 ranks x 32 k of A, 16 bytes or two of them a lane --\
 //   8 rows of x x 32 k, likewise ------------------------------- + 2 mma --> fp32 sums, ranks x 8 rows
@@ -48,8 +49,8 @@ struct Problem {
     const int* index;       // each row's slot, none where that is out of range; null: all take slot 0
     int k, a_rows, slots;
     int clusters;           // that share a chunk's items
-    u64* signal;            // null, or where `tag` is written, 16 bits further up, once the kernels in front have ended
-    u64 tag;
+    u64* signal;            // null, or where `tag` is written, 16 bits further up: by each block of the image, once its part is there, or
+    u64 tag;                // by one of a launch without, once the kernels in front have ended
     u8* image;              // of x, by so many blocks
     int image_blocks;
 };
@@ -303,11 +304,6 @@ DEVICE void finish(const Problem& p, int row0, u32 list, const Item& item, int b
     }
 }
 
-// Says that the kernels in front have ended. What they wrote is where all of the device sees it, so nothing is released here.
-DEVICE void tell(const Problem& p) {
-    if (p.signal && blockIdx.x == p.image_blocks && threadIdx.x == 0)
-        asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p.signal), "l"(p.tag << 16) : "memory");
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS)
 #if CLUSTER > 1
@@ -322,6 +318,8 @@ adapters_shrink(const __grid_constant__ Problem p) {
     if (blockIdx.x < p.image_blocks) {
         previous_kernel_done();
         lay_out(p, p.image, blockIdx.x, p.image_blocks);
+        __syncthreads();
+        if (p.signal && threadIdx.x == 0) asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p.signal + blockIdx.x), "l"(p.tag << 16) : "memory");
         return;
     }
 #endif
@@ -340,7 +338,8 @@ adapters_shrink(const __grid_constant__ Problem p) {
         item = rows.item(p, tiles, next, list), prefetch(p, item, part);
 #endif
     previous_kernel_done();
-    tell(p);
+    // what kernels in front wrote is where all of the device sees it, so nothing is released here
+    if (!COLUMNS && p.signal && blockIdx.x == 0 && threadIdx.x == 0) asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p.signal), "l"(p.tag << 16) : "memory");
     const Slots now(p, row0);
     const int2 span = span_of(p, known ? item.slot : -1);
 #pragma unroll 1

@@ -9,6 +9,7 @@ struct Expand {
     const int* index;         // each row's slot, none where that is out of range; null: all take slot 0
     int width, slots;
     int b_type;               // 0 fp16, 1 bf16, 2 fp32
-    u64* signal;              // null, or where adapters_shrink.cu, right in front, writes `tag`: see wait_for_signal
+    u64* signal;              // null, or words to which adapters_shrink.cu, right in front, writes `tag`: see wait_for_signal
     u64 tag;
+    int signals;              // so many words
 };

@@ -391,6 +391,7 @@ codebook_mma(const __grid_constant__ Maps maps, const __grid_constant__ Codebook
     if (warp == SIDE_WARP + SIDES) {
         wait_for_signal(p.expand);
         if (lane == 0) barrier_arrive(base + BARRIERS_AT + X_READABLE);
+        signal_seen(p.expand);
         if (share_of(p).rank == 0) bring_adapters(p, base, codebook.inverse);
         previous_kernel_done();
         __syncwarp();
