@@ -188,7 +188,7 @@ def test_a_launch_tells_the_next_by_words_of_its_own(shrinks: list[dict[str, Any
     assert shrink.out.shape == (9, 15)
     assert shrink.out.is_contiguous()
     plain = shrink.launch()
-    imaged = shrink.launch(adapters_shrink.Image(4096, 16, 64))
+    imaged = shrink.launch(adapters_shrink.Image(4096, 16, 64, 7))
     for signal, call, words in ((plain, shrinks[0], 1), (imaged, shrinks[1], 16)):
         assert signal == (call["signal"], call["tag"], words)
         assert signal.address is not None
@@ -198,7 +198,7 @@ def test_a_launch_tells_the_next_by_words_of_its_own(shrinks: list[dict[str, Any
         assert signal.tag < 1 << 48, "a word has 16 bits for those who saw it"
     assert plain.tag != imaged.tag
     assert [call["image_blocks"] for call in shrinks] == [0, 16], "a block for each 64 weights of a row"
-    assert shrinks[1]["image"] == 4096
+    assert (shrinks[1]["image"], shrinks[1]["counters"]) == (4096, 7)
     assert shrinks[1]["blocks"] == 16 + 4 * shrinks[1]["clusters"]
     for k in (64, 1536, 32768, 1 << 20):
         config = adapters_shrink.configure(BF16, BF16, k, True, "sm_90a", 16, 64)

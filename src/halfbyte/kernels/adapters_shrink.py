@@ -64,11 +64,15 @@ NO_SIGNAL = Signal(None, 0, 0)
 
 @dataclass(frozen=True)
 class Image:
-    """Where x is also laid out for codebook_wgmma, `columns` rows of it, for blocks of `block` weights."""
+    """Where x is also laid out for codebook_wgmma, `columns` rows of it, for blocks of `block` weights.
+
+    counters: how many behind it are to be set to 0.
+    """
 
     address: int
     columns: int
     block: int
+    counters: int
 
 
 class _Problem(ctypes.Structure):
@@ -91,6 +95,7 @@ class _Problem(ctypes.Structure):
         ("tag", ctypes.c_ulonglong),
         ("image", ctypes.c_void_p),
         ("image_blocks", ctypes.c_int),
+        ("counters", ctypes.c_int),
     )
 
 
@@ -246,6 +251,7 @@ def _run(
         "signal": signal.address,
         "tag": signal.tag,
         "image": image.address if image else None,
+        "counters": image.counters if image else 0,
     }
     stream = int(torch._C._cuda_getCurrentRawStream(index_of_device))
     launch(x, None, out, stream, True, fields)

@@ -276,12 +276,11 @@ def configure(
 ) -> Config:
     """The configuration with these settings for m rows of x, at most CHUNK; else that with the fewest predicted clocks.
 
-    Settings that do not fit here (other multiprocessors, scales that cannot be copied) give way, and to adapters those
-    that spread stages: which block ends a tile is known too late there.
+    Settings that do not fit here (other multiprocessors, scales that cannot be copied) give way.
     """
     found = list(configurations(format, dtype, m, n, k, multiprocessors, side))
     if adapters:
-        found = [with_adapters(config) for config in found if not config.SPREAD]
+        found = [with_adapters(config) for config in found]
     chosen = [config for config in found if _settings(config) == settings]
     return min(chosen or found, key=lambda config: predicted_clocks(config, n, k, multiprocessors))
 
@@ -487,7 +486,8 @@ def _launch(
         signal = NO_SIGNAL
         if shrink is not None and first == 0:
             block = min(weight.format.blocksize, UNIT)
-            signal = shrink.launch(Image(image.data_ptr(), columns(these.shape[0]), block))
+            cleared = counters(weight.shape[0], codebook.device_of(launcher.index)[1])
+            signal = shrink.launch(Image(image.data_ptr(), columns(these.shape[0]), block, cleared))
         else:
             lay_out = launcher.get(bind, weight, x.dtype, these.shape[0], IMAGE_STEM)
             lay_out(these, None, image, stream, True)

@@ -53,6 +53,7 @@ struct Problem {
     u64 tag;                // by one of a launch without, once the kernels in front have ended
     u8* image;              // of x, by so many blocks
     int image_blocks;
+    int counters;           // behind the image, to be set to 0
 };
 
 #include "codebook_shared.cuh"
@@ -317,6 +318,7 @@ adapters_shrink(const __grid_constant__ Problem p) {
 #if COLUMNS
     if (blockIdx.x < p.image_blocks) {
         previous_kernel_done();
+        clear(p, p.image, p.counters, blockIdx.x, p.image_blocks);
         lay_out(p, p.image, blockIdx.x, p.image_blocks);
         __syncthreads();
         if (p.signal && threadIdx.x == 0) asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p.signal + blockIdx.x), "l"(p.tag << 16) : "memory");

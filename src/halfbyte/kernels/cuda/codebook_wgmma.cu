@@ -78,7 +78,8 @@
 #define EXPAND_COLUMNS (COLUMNS / CLUSTER)
 #define EXPAND_TILES (ROWS / 16)
 #define EXPAND_WARPS WARPS
-#define ITEMS_AT (BARRIERS_AT + 16 * (STAGES + 1))
+#define ADAPTERS_WARP (SPREAD && !SCALE_SIDE ? WARPS + 1 : WARPS + 3)
+#define ITEMS_AT (BARRIERS_AT + 16 * (STAGES + 1) + 128 * SPREAD)
 #define ITEM_COUNT_AT (ITEMS_AT + EXPAND_COLUMNS * EXPAND_ITEM_BYTES)
 #define LISTED_AT (ITEM_COUNT_AT + 16)
 
@@ -455,7 +456,7 @@ DEVICE void multiply(const Problem& p, const Shares& shares, u32 base, float inv
     barrier_wait(base + TOLD_AT, 0);
 #pragma unroll 1
     for (int turn = 0; turn < Turn::count(shares, this_block()); ++turn)
-        if (lds32(base + NOTES_AT + 4 * turn)) finish_tile(p, shares, Turn(shares, this_block(), turn).tile(), inverse);
+        if (lds32(base + NOTES_AT + 4 * turn)) finish_tile(p, shares, base, Turn(shares, this_block(), turn).tile(), inverse);
 }
 #else
 DEVICE void multiply(const Problem& p, u32 base, float inverse) {
@@ -498,7 +499,7 @@ DEVICE void multiply(const Problem& p, u32 base, float inverse) {
 
 #if ADAPTERS
 // The adapters' warp: lists who takes what, and sends for each tile's part of B while it is multiplied.
-DEVICE void bring_adapters(const Problem& p, u32 base, int tile, int rank, float inverse) {
+DEVICE void bring_adapters(const Problem& p, const Cut& cut, u32 base, int tile, int rank, float inverse) {
     const int lane = this_thread() & 31;
     previous_kernel_done();    // the index and h are read
     asm volatile("fence.acq_rel.gpu;" ::: "memory");    // h and B come by way of the L1
@@ -509,10 +510,15 @@ DEVICE void bring_adapters(const Problem& p, u32 base, int tile, int rank, float
         sts32(base + ITEM_COUNT_AT, items), sts32(base + ITEM_COUNT_AT + 4, plain);
         barrier_arrive(base + LISTED_AT);
     }
+#if SPREAD
+    for (int turn = 0; turn < Turn::count(cut, this_block()); ++turn)
+        send_for_items(p.expand, base + ITEMS_AT, items, Turn(cut, this_block(), turn).tile() * ROWS, ROWS, p.n, 0);
+#else
     for (u32 round = 0; tile * ROWS < p.n; ++round, tile += gridDim.x / CLUSTER) {
         while (lds32(base + ITEM_COUNT_AT + 8) < round) asm volatile("nanosleep.u32 200;");
         send_for_items(p.expand, base + ITEMS_AT, items, tile * ROWS, ROWS, p.n, 16384);
     }
+#endif
 }
 #endif
 
@@ -582,21 +588,20 @@ codebook_wgmma(const __grid_constant__ Maps maps, const __grid_constant__ Codebo
             signal_seen(p.expand);
 #endif
         }
+#if ADAPTERS
+        if (warp == ADAPTERS_WARP) {
+            bring_adapters(p, cut, base, tile, rank, codebook.inverse);
+            __syncwarp();
+        }
+#endif
 #if SPREAD
-        else if (warp == WARPS + 3) {
+        if (warp == WARPS + 3) {
             if (elected()) tell(p, cut, base);
             __syncwarp();
         }
 #endif
 #if SCALE_SIDE
-        else if (warp <= WARPS + SIDE_WARPS)
-            bring_scales(scales, p, cut, base);
-#endif
-#if ADAPTERS
-        if (warp == THREADS / 32 - 1) {
-            bring_adapters(p, base, tile, rank, codebook.inverse);
-            __syncwarp();
-        }
+        if (warp > WARPS && warp <= WARPS + SIDE_WARPS) bring_scales(scales, p, cut, base);
 #endif
         cluster_wait();
     } else {

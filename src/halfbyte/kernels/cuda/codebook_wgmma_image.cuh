@@ -3,6 +3,12 @@
 // the powers of two by which rows of units were scaled, [4][COLUMNS] fp32, and for each unit whether any of them is not 1. Rows
 // beyond M and k beyond K are zeros.
 
+// Sets counters behind the image to 0, by so many blocks.
+DEVICE void clear(const Problem& p, u8* image, int counters, int block, int blocks) {
+    u32* const from = (u32*)(image + (u64)((p.k / UNIT + 3) / 4) * (COLUMNS * 528 + 16));
+    for (int i = block * 64 + threadIdx.x; i < counters; i += blocks * 64) from[i] = 0;
+}
+
 // One of so many blocks of 64 threads; it takes some units after others, whose x it fetches at once, eight lanes a row, 16 bytes each.
 // x is there.
 template <int AT_ONCE = 1>

@@ -70,16 +70,49 @@ DEVICE void tell(const Problem& p, const Shares& s, u32 base) {
     barrier_arrive(base + TOLD_AT);
 }
 
+#if ADAPTERS
+// Where an output's sum is among its piece's.
+DEVICE int place_of(int row, int column) {
+    const int in8 = row & 7, g = in8 & 1 ? (in8 + 7) / 2 : in8 / 2;    // row_of(g) == in8
+    return (row / 64 * SUMS + column / 8 * 4) * 128 + 4 * ((row >> 4 & 3) * 32 + g * 4 + (column >> 1 & 3)) + (row >> 3 & 1) * 2 + (column & 1);
+}
+
+// Puts what sums of pieces and adapters make of a tile's outputs where its first piece's sums are. Not inlined, as it would cost the
+// main loop registers.
+static __device__ __noinline__ void add_adapters(const float* shrunk, int width, int b_type, u32 base, float* sums, int row0, int n) {
+    barrier_wait(base + LISTED_AT, 0);
+    const Outputs outputs(shrunk, width, b_type, 0, row0, n);
+    float* const of_row = sums + place_of(threadIdx.x / 32 % EXPAND_TILES * 16 + (threadIdx.x >> 2 & 7), 0);
+    outputs.expand(base + ITEMS_AT, lds32(base + ITEM_COUNT_AT), lds32(base + ITEM_COUNT_AT + 4), [&](int column, int i, float added) {
+        float* const at = of_row + place_of(8 * i, column);
+        float total = 0.f;
+#pragma unroll
+        for (int r = 0; r < RANKS; ++r) {
+            float of_rank = 0.f;
+#pragma unroll
+            for (int e = 0; e < 4; ++e) of_rank += __ldcg(at + (4 * r + e) * (4 * QUADS));
+            total = r == 0 ? of_rank : total + of_rank;
+        }
+        *at = total + added;
+    });
+    threads_sync(1, CONSUMERS);
+}
+#endif
+
 // A tile's outputs: its pieces' sums, added in order.
-DEVICE void finish_tile(const Problem& p, const Shares& s, int tile, float inverse) {
+DEVICE void finish_tile(const Problem& p, const Shares& s, u32 base, int tile, float inverse) {
+#if ADAPTERS
+    add_adapters(p.expand.shrunk, p.expand.width, p.expand.b_type, base, sums_of(p, s, tile * PIECES), tile * ROWS, p.n);
+#endif
+    constexpr int pieces = ADAPTERS ? 1 : PIECES;
     constexpr int batch = QUADS >= 2 * CONSUMERS ? 2 : 1;    // whose sums are fetched at once
 #pragma unroll 1
     for (int first = this_thread(); first < QUADS; first += batch * CONSUMERS) {
-        float sums[batch][PIECES][4];
+        float sums[batch][pieces][4];
 #pragma unroll
         for (int b = 0; b < batch; ++b)
 #pragma unroll
-            for (int e = 0; e < PIECES; ++e) load4(sums_of(p, s, tile * PIECES + e) + 4 * (first + b * CONSUMERS), sums[b][e]);
+            for (int e = 0; e < pieces; ++e) load4(sums_of(p, s, tile * PIECES + e) + 4 * (first + b * CONSUMERS), sums[b][e]);
 #pragma unroll
         for (int b = 0; b < batch; ++b) {
             const int i = first + b * CONSUMERS, thread = i & 127, lane = thread & 31;
@@ -87,9 +120,9 @@ DEVICE void finish_tile(const Problem& p, const Shares& s, int tile, float inver
             const int n = tile * ROWS + i / 128 / (SUMS / 4) * 64 + thread / 32 * 16 + row_of(lane >> 2);
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
-                float total = 0.f;
+                float total = sums[b][0][c];
 #pragma unroll
-                for (int r = 0; r < RANKS; ++r) {
+                for (int r = 0; r < RANKS && !ADAPTERS; ++r) {
                     float of_rank = 0.f;
 #pragma unroll
                     for (int e = 0; e < 4; ++e) of_rank += sums[b][4 * r + e][c];

@@ -29,7 +29,6 @@ struct Problem {
 extern "C" __global__ void __launch_bounds__(64, 16) codebook_wgmma_x(const __grid_constant__ Problem p) {
     next_kernel_may_start();
     previous_kernel_done();
-    u32* const counters = (u32*)((u8*)p.out + (u64)((p.k / UNIT + 3) / 4) * (COLUMNS * 528 + 16));
-    for (int i = blockIdx.x * 64 + threadIdx.x; i < p.n; i += gridDim.x * 64) counters[i] = 0;
+    clear(p, (u8*)p.out, p.n, blockIdx.x, gridDim.x);
     lay_out<COLUMNS == 16 ? 4 : COLUMNS == 32 ? 2 : 1>(p, (u8*)p.out, blockIdx.x, gridDim.x);
 }
