@@ -31,6 +31,7 @@ MAX_M = 64
 SHARED_LIMIT = {"sm_80": 164 << 10, "sm_86": 100 << 10, "sm_89": 100 << 10}  # of a multiprocessor; else 228 KiB
 RESERVED = 1024  # of it, for each block
 TEAMS, WARPS = 4, 16  # as in the kernel
+SIDE_STAGES = 8  # at most, see `with_stages`
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Config:
     X_ROWS: int
     STAGES: int
     EARLY: int
+    AHEAD: int
     SPLIT: int
     X_TYPE: int
     TERMS: int
@@ -72,7 +74,9 @@ class Config:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory: table, ring, sums, the cluster's sums, x, nested map, barriers, adapters."""
-        ring = self.STAGES * self.rows * (128 + 4 * self.stage_blocks)
+        scale_stages = self.STAGES * self.AHEAD if self.SCALE_SIDE else self.STAGES
+        ring = self.rows * (self.STAGES * 128 + scale_stages * 4 * self.stage_blocks)
+        barriers = 16 * (self.STAGES + 3 + (scale_stages if self.SCALE_SIDE else 0))
         sums = (WARPS if self.X_ROWS == 1 else 4) * self.X_ROWS * (self.rows + 4) * 4
         peers = (self.SPLIT - 1) * self.GROUPS * self.X_ROWS * self.rows * 4
         staged = self.X_TYPE == 2 or self.GROUPS > 1
@@ -82,7 +86,7 @@ class Config:
         nested = 1024 if self.SCALE_KIND == 1 else 0
         pair = 2 if self.RESIDENT == 1 else 1
         added = adapters_expand.shared_bytes(self.rows, self.GROUPS * self.X_ROWS, pair) if self.ADAPTERS else 0
-        return self.TERMS * 32768 + ring + sums + peers + x + nested + 16 * (self.STAGES + 3) + added
+        return self.TERMS * 32768 + ring + sums + peers + x + nested + barriers + added
 
 
 @dataclass(frozen=True)
@@ -282,6 +286,7 @@ def configurations(
                 GROUPS=_ceil_div(m, 8),
                 X_ROWS=min(8, 1 << (m - 1).bit_length()),
                 STAGES=4,
+                AHEAD=resident,
                 EARLY=_early(slab, tiles, grid.units, resident, m),
                 SPLIT=split,
                 X_TYPE=codebook.X_TYPES[dtype],
@@ -331,10 +336,14 @@ def _sizes(arch: str, m: int, slab: int, block: int, dtype: torch.dtype, terms: 
 
 
 def with_stages(config: Config, room: int) -> Config:
-    """The configuration with as many stages, 4 to 32 in whole rounds of teams, as fit `room` bytes of shared memory."""
-    stages = 32
-    while stages > 4 and replace(config, STAGES=stages).shared_bytes > room:
-        stages -= 4
+    """The configuration with as many stages, 4 to 32 in whole rounds of teams, as fit `room` bytes of shared memory.
+
+    At most 8 where side warps read scales and a block has a multiprocessor to itself: they read few bytes of each
+    line, again and again, and what shared memory leaves is the cache of these lines.
+    """
+    stages = SIDE_STAGES if config.SCALE_SIDE and config.RESIDENT == 1 else 32
+    while stages > TEAMS and replace(config, STAGES=stages).shared_bytes > room:
+        stages -= TEAMS
     return replace(config, STAGES=stages)
 
 

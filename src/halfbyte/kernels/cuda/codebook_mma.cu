@@ -22,7 +22,7 @@
 //   TILES           16-row tiles of W in a pass             LAST        tiles of the last pass of a larger slab
 //   GROUPS          groups of 8 rows of x                   X_ROWS      rows of x in a group: 1, 2, 4 or 8
 //   STAGES          slots of the ring, a multiple of 4      SPLIT       blocks of a cluster, which share K
-//   EARLY           of them that are sent for before x
+//   EARLY           of them that are sent for before x      AHEAD       slots for scales that side warps bring, to one of codes
 //   X_TYPE          0 fp16, 1 bf16, 2 fp32 (also of out)    RESIDENT    blocks that fit a multiprocessor: 1 or 2
 //   BLOCK           32 or 64: k between two scales          TERMS       2 keeps the table to 22 bits, else 1
 //   SCALE_KIND      0 fp32, 1 nested, 2 E8M0                SCALE_SIDE  whether side warps bring the scales
@@ -66,7 +66,8 @@
 #define SCALE_BYTES (ROWS * SCALE_PITCH)
 #define CODES_AT TABLE_BYTES
 #define SCALES_AT (CODES_AT + STAGES * CODE_BYTES)
-#define SUMS_AT (SCALES_AT + STAGES * SCALE_BYTES)
+#define SCALE_STAGES (SCALE_SIDE ? AHEAD * STAGES : STAGES)    // slots for scales
+#define SUMS_AT (SCALES_AT + SCALE_STAGES * SCALE_BYTES)
 #define SUM_PITCH (ROWS + 4)                     // floats of a column of sums: its writers and readers miss each other's banks
 #define SUM_WARPS (X_ROWS == 1 ? WARPS : 4)      // warps whose sums are in shared memory at a time
 #define WARP_SUMS (X_ROWS * SUM_PITCH)
@@ -78,7 +79,8 @@
 #define BARRIERS_AT (MAP256_AT + (SCALE_KIND == 1 ? 1024 : 0))
 #define SLOT_FULL(slot) (16 * (slot))            // from BARRIERS_AT; "empty" is 8 further
 #define INBOX_FULL (16 * STAGES)
-#define ADDED_AT (BARRIERS_AT + 16 * (STAGES + 3))    // what adapters add to a pass's outputs; its barriers follow the inbox's
+#define SCALES_FULL(slot) (16 * (STAGES + 3 + (slot)))    // where side warps bring them, as SLOT_FULL
+#define ADDED_AT (BARRIERS_AT + 16 * (STAGES + 3 + SCALE_SIDE * SCALE_STAGES))    // what adapters add to a pass's outputs; its barriers follow the inbox's
 #define ADDED_FULL (16 * STAGES + 16)
 #define X_READABLE (16 * STAGES + 32)            // x may be read, where there are adapters; 8 further: all warps have got x of theirs
 #define EXPAND_COLUMNS (GROUPS * X_ROWS)
@@ -87,6 +89,7 @@
 
 #define FIRST_SLOTS (EARLY < STAGES ? EARLY : STAGES)
 #define X_AWAITED (X_STAGED || X_ROWS == 8)      // whether other slots wait until x has come, else until it is asked for
+#define SCALE_ROUNDS (SCALE_STAGES / TEAMS)
 #define ROUNDS (STAGES / TEAMS)                  // of all teams' slots
 // A barrier tells odd turns of a slot from even ones alone, so each slot must always serve the same team.
 static_assert(STAGES % TEAMS == 0, "the ring holds whole rounds of teams");
@@ -150,11 +153,12 @@ DEVICE Share share_of(const Problem& p) {
 // ---- the warps' work
 
 // A place in the ring: the slot, and how often it was used before.
+template <int SLOTS>
 struct Place {
     int slot, turn;
-    METHOD void step(int by) {    // at most STAGES
+    METHOD void step(int by) {    // at most SLOTS
         slot += by;
-        if (slot >= STAGES) slot -= STAGES, ++turn;
+        if (slot >= SLOTS) slot -= SLOTS, ++turn;
     }
     METHOD u32 emptied() const { return (turn & 1) ^ 1; }    // the parity to wait for
 };
@@ -184,6 +188,12 @@ DEVICE void multiply_pass(const Problem& p, u32 base, float inverse, u32& round,
     for (const u32 end = round + share.stages / TEAMS; round < end; unit += TEAM, ++round) {
         const u32 slot = round % ROUNDS * TEAMS + (this_thread() >> 7), full = barriers + SLOT_FULL(slot);
         barrier_wait(full, round / ROUNDS & 1);
+#if SCALE_SIDE
+        const u32 scale_slot = round % SCALE_ROUNDS * TEAMS + (this_thread() >> 7), scales_full = barriers + SCALES_FULL(scale_slot);
+        barrier_wait(scales_full, round / SCALE_ROUNDS & 1);
+#else
+        const u32 scale_slot = slot;
+#endif
         const bool some = unit < share.unit_end;    // the last teams may have come to the end of K
         Activations x[GROUPS] = {};
         if (some) fetch.read(x, at, lane);
@@ -191,9 +201,12 @@ DEVICE void multiply_pass(const Problem& p, u32 base, float inverse, u32& round,
         __syncwarp();
         fetch.next(p);
 #endif
-        if (some) multiply_unit<T>(codes_at + slot * CODE_BYTES, scales_at + slot * SCALE_BYTES, bank, x, acc);
+        if (some) multiply_unit<T>(codes_at + slot * CODE_BYTES, scales_at + scale_slot * SCALE_BYTES, bank, x, acc);
         __syncwarp();
         if (lane == 0) barrier_arrive(full + 8);
+#if SCALE_SIDE
+        if (lane == 0) barrier_arrive(scales_full + 8);
+#endif
         if (++at == X_GROUP || round + 1 == end) {
             at = 0;
             fetch.finish();
@@ -223,7 +236,7 @@ struct Walk {
 struct Copies {
     Share share;
     Walk walk;
-    Place place;
+    Place<STAGES> place;
     int left;
 
     METHOD Copies(const Problem& p) : share(share_of(p)), walk(share), place{0, 0}, left(share.passes * share.stages) {}
@@ -286,12 +299,12 @@ DEVICE void bring_scales(const Scales& scales, const Problem& p, u32 base, int s
     };
 #pragma unroll
     for (int i = 0; i < ahead; i += 2) load_pair(i);
-    Place place = {2 * side, 0};
+    Place<SCALE_STAGES> place = {2 * side, 0};
     for (int stage = 2 * side; stage < stages;)
 #pragma unroll
         for (int i = 0; i < ahead; i += 2, stage += 2 * SIDES, place.step(2 * SIDES)) {
             if (stage >= stages) break;
-            const u32 full = base + BARRIERS_AT + SLOT_FULL(place.slot), to = base + SCALES_AT + place.slot * SCALE_BYTES;
+            const u32 full = base + BARRIERS_AT + SCALES_FULL(place.slot), to = base + SCALES_AT + place.slot * SCALE_BYTES;
 #pragma unroll
             for (int j = 0; j < 2; ++j) barrier_wait(full + SLOT_FULL(j) + 8, place.emptied());
 #pragma unroll
@@ -348,8 +361,12 @@ codebook_mma(const __grid_constant__ Maps maps, const __grid_constant__ Codebook
             const u32 barriers = base + BARRIERS_AT;
             expect_map(&maps.codes[0]);
             for (int slot = 0; slot < STAGES; ++slot) {
-                barrier_init(barriers + SLOT_FULL(slot), COPY_ARRIVALS + SCALE_SIDE);
+                barrier_init(barriers + SLOT_FULL(slot), COPY_ARRIVALS);
                 barrier_init(barriers + SLOT_FULL(slot) + 8, TEAM);
+            }
+            for (int slot = 0; slot < SCALE_SIDE * SCALE_STAGES; ++slot) {
+                barrier_init(barriers + SCALES_FULL(slot), 1);
+                barrier_init(barriers + SCALES_FULL(slot) + 8, TEAM);
             }
             barrier_init(barriers + INBOX_FULL, 32 * WARPS * (SPLIT - 1) + (SPLIT == 1));
             barrier_init(barriers + INBOX_FULL + 8, 32 * WARPS);
