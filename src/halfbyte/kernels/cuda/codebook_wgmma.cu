@@ -73,8 +73,7 @@
 #define TOLD_AT (TURNS_AT + 8 * MOST_TURNS)
 #define NOTES_AT (TOLD_AT + 8)
 
-
-// adapters: items of the block's rows of x, how many there are, whether all are plain, and how many tiles are done; a barrier: they are there
+// adapters: items of the block's rows of x; how many there are, whether all are plain, how many tiles are done; they are there
 #define EXPAND_COLUMNS (COLUMNS / CLUSTER)
 #define EXPAND_TILES (ROWS / 16)
 #define EXPAND_WARPS WARPS
@@ -506,10 +505,9 @@ DEVICE void bring_adapters(const Problem& p, const Cut& cut, u32 base, int tile,
     const int items = list_items(p.expand, rank * EXPAND_COLUMNS, p.m, p.n, inverse, base + ITEMS_AT);
     __syncwarp();
     const bool plain = all_plain(p.expand, base + ITEMS_AT, items);
-    if (lane == 0) {
-        sts32(base + ITEM_COUNT_AT, items), sts32(base + ITEM_COUNT_AT + 4, plain);
-        barrier_arrive(base + LISTED_AT);
-    }
+    if (lane == 0) sts32(base + ITEM_COUNT_AT, items), sts32(base + ITEM_COUNT_AT + 4, plain);
+    __syncwarp();
+    if (lane == 0) barrier_arrive(base + LISTED_AT);
 #if SPREAD
     for (int turn = 0; turn < Turn::count(cut, this_block()); ++turn)
         send_for_items(p.expand, base + ITEMS_AT, items, Turn(cut, this_block(), turn).tile() * ROWS, ROWS, p.n, 0);
