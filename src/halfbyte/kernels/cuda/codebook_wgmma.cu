@@ -41,7 +41,7 @@
 #define ENTRIES (SPREAD ? 0 : PIECES <= 2 ? PIECES : PIECES / 4)    // sums it keeps: a piece's, or a rank's where it has whole ranks
 #define SIDE_WARPS 2
 #ifndef EARLY
-#define EARLY (CODE_BYTES >= 16384 ? 2 : 4)      // slots whose weights are sent for before x is there
+#define EARLY (CODE_BYTES < 16384 ? 4 : COLUMNS == 32 ? 1 : 2)    // slots whose weights are sent for before x is there
 #endif
 #define AT_FIRST (EARLY < STAGES ? EARLY : STAGES)
 // whether registers hold the fragments of two units, so that one is decoded while the other is multiplied
