@@ -11,7 +11,7 @@ import ctypes
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from math import ceil
+from math import ceil, sqrt
 
 import torch
 from torch import Tensor
@@ -155,7 +155,7 @@ def predicted_clocks(config: Config, n: int, k: int, multiprocessors: int) -> fl
         stages = ceil(share.tiles * stages_of(k) / blocks)
         return stages * config.rows * TEAM * UNIT / rate + 10000 + (0.4 * turns + 0.5 * (not whole)) * sums
     passes = ceil(ceil(n / config.rows) / clusters_at_once(config.CLUSTER, multiprocessors))
-    a_pass = (1600 if config.CLUSTER == 1 else 5500) + 0.7 * sums / config.CLUSTER**0.5
+    a_pass = (1600 if config.CLUSTER == 1 else 5500) + 0.7 * sums / sqrt(config.CLUSTER)
     return passes * (config.rows * k / config.CLUSTER / rate + a_pass) + 6000 + 6500 * (config.CLUSTER == 8)
 
 
