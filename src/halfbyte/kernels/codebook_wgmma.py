@@ -298,9 +298,8 @@ def configure(
 
 
 def _settings(config: Config) -> Settings:
-    """CLUSTER is 0 where stages are spread."""
-    cluster = 0 if config.SPREAD else config.CLUSTER
-    return ("CLUSTER", cluster), ("ROW_GROUPS", config.ROW_GROUPS), ("UNIT_GROUPS", config.UNIT_GROUPS)
+    names = ("CLUSTER", "ROW_GROUPS", *(("SPREAD",) if config.SPREAD else ()), "UNIT_GROUPS")
+    return tuple((name, getattr(config, name)) for name in names)
 
 
 def choices(problem: Problem) -> list[Configuration]:
