@@ -42,8 +42,8 @@ CASES = [
     ("nf4", BF16, 1, 16384, 16384, True, False),
     ("nf4-64-nested", FP32, 8, 4096, 4096, False, True),
 ]
-# stores one number before the main loop and loads it once in it, of some 600 instructions
-ONE_SPILL = (("nf4", BF16, 4, 16384, 16384, False, False), "sm_90a")
+# stores two numbers and loads them again, one of them in the main loop of some 540 instructions
+SPILLS = (("nf4", FP16, 1, 16384, 16384, False, False), "sm_90a")
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,7 @@ def macros(case: tuple[Any, ...], arch: str) -> dict[str, int]:
 def test_no_local_memory_and_the_widths_meant(case: tuple[Any, ...], arch: str) -> None:
     code = sass.disassemble(nvrtc.compile("codebook_mma", arch, macros(case, arch)))
     loop = sass.count(code.main_loop())
-    assert len(code.local_memory()) <= (2 if (case, arch) == ONE_SPILL else 0)
+    assert len(code.local_memory()) <= (4 if (case, arch) == SPILLS else 0)
     tiles, terms = macros(case, arch)["TILES"], macros(case, arch)["TERMS"]
     assert loop["HMMA"] >= 4 * tiles * terms
     if tiles > 1:  # with one, the compiler may lay the end of a pass into the loop
@@ -76,7 +76,8 @@ def test_no_local_memory_and_the_widths_meant(case: tuple[Any, ...], arch: str) 
             name for name in loop if name.startswith(("LD", "ST")) and any(w in name for w in (".U8", ".U16", ".S8"))
         ]
         assert not narrow, f"byte or half loads in the main loop: {narrow}"
-        assert sum(loop[name] for name in loop if name.startswith(("LDG.", "STG"))) <= 1, "but for the next x"
+        next_x = 2 if macros(case, arch)["X_ROWS"] == 8 else 1
+        assert sum(loop[name] for name in loop if name.startswith(("LDG.", "STG"))) <= next_x, "but for the next x"
     if macros(case, arch)["BLOCK"] == 64:
         assert loop["LDS.64"] >= 2 * tiles, "codes are read 8 bytes a lane and row"
     assert loop["LDS.128"] >= 2, "x is read 16 bytes a lane"
@@ -132,7 +133,7 @@ def test_structs_are_what_the_kernel_takes() -> None:
     assert ctypes.sizeof(codebook_mma._Maps) == 768
     assert ctypes.sizeof(codebook.Codebook) == 68
     assert ctypes.sizeof(codebook.Scales) == 40
-    assert ctypes.sizeof(codebook_mma._Problem) == 128
+    assert ctypes.sizeof(codebook_mma._Problem) == 152
 
 
 @pytest.mark.parametrize("key", ["nf4", "fp4", "mxfp4"])
@@ -278,7 +279,7 @@ def test_laying_x_out_is_launched_with_blocks_of_two_warps(monkeypatch: pytest.M
 
 def test_wgmma_structs_are_what_the_kernels_take() -> None:
     assert ctypes.sizeof(codebook_wgmma._Maps) == 256
-    assert ctypes.sizeof(codebook_wgmma._Problem) == 128
+    assert ctypes.sizeof(codebook_wgmma._Problem) == 136
     assert codebook_wgmma._Problem.x_stride.offset == 24
     assert codebook_wgmma._Problem.units.offset == 48
 

@@ -266,7 +266,7 @@ def _sizes(columns: int, block: int, side: bool) -> Iterator[tuple[int, int, int
     for row_groups, unit_groups in ((4, 1), (3, 1), (2, 2), (1, 4), (2, 1), (1, 2)):
         warpgroups = row_groups * unit_groups
         sums = columns // 2 * 4 // unit_groups  # of a thread
-        if columns == 64 and warpgroups > 2 and unit_groups < 4:
+        if columns == 64 and warpgroups > 2 and (unit_groups < 4 or block == 32):
             continue
         if columns == 32 and warpgroups == 4 and row_groups > 1 and (block == 32 or (sums == 64 and side)):
             continue
