@@ -28,6 +28,7 @@ MULTIPROCESSORS = 132  # of an H200: what is planned for where no card is asked
 CLUSTERS = ("sm_90a", "sm_100")
 CLUSTER_WEIGHTS = 40000  # what a cluster's meeting costs, in weights that could be read meanwhile
 MAX_M = 64
+MAX_K = 1 << 29
 SHARED_LIMIT = {"sm_80": 164 << 10, "sm_86": 100 << 10, "sm_89": 100 << 10}  # of a multiprocessor; else 228 KiB
 RESERVED = 1024  # of it, for each block
 TEAMS, WARPS = 4, 16  # as in the kernel
@@ -80,8 +81,8 @@ class Config:
         sums = (WARPS if self.X_ROWS == 1 else 4) * self.X_ROWS * (self.rows + 4) * 4
         peers = (self.SPLIT - 1) * self.GROUPS * self.X_ROWS * self.rows * 4
         staged = self.X_TYPE == 2 or self.GROUPS > 1
-        least = 2 if self.TILES > 6 and self.X_ROWS <= 2 else 4  # rows of x in units that a warp brings at once
-        x_rows = self.GROUPS * self.X_ROWS if staged else max(least, self.X_ROWS)
+        few = staged or self.TILES > 6  # else a warp brings x of four rows in units at once, or of four units
+        x_rows = self.GROUPS * (self.X_ROWS if few else max(4, self.X_ROWS))
         x = WARPS * x_rows * (codebook.UNIT * (4 if self.X_TYPE == 2 else 2) + 16)
         nested = 1024 if self.SCALE_KIND == 1 else 0
         pair = 2 if self.RESIDENT == 1 else 1
@@ -136,6 +137,8 @@ def reason_against(problem: Problem) -> str | None:
         return f"needs a power of two of at least 32 weights a scale, {format.key} has {format.blocksize}"
     if problem.k % codebook.UNIT:
         return f"needs K in multiples of {codebook.UNIT}, got K = {problem.k}"
+    if problem.k >= MAX_K:
+        return f"counts the bytes of a row of x in 31 bits: K below {MAX_K:,}, got {problem.k:,}"
     try:
         _planned(problem)
     except ValueError as error:

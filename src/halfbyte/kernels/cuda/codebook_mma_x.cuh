@@ -12,23 +12,23 @@ struct Activations {
 // A warp's units follow one another, pass after pass the same: `next` sends for the X_GROUP units that come next, `finish` has
 // them in the warp's buffer.
 struct Sequence {
-    const char* from;    // of a lane, in the first row of x and the first unit of a pass
+    u32 from;    // of a lane, in a row of x and the first unit of a pass: bytes
     u32 buffer;
     int ahead;    // the number in a pass of the unit that is sent for next
 
-    METHOD Sequence(const char* from, u32 buffer) : from(from), buffer(buffer), ahead(0) {}
+    METHOD Sequence(u32 from, u32 buffer) : from(from), buffer(buffer), ahead(0) {}
 
     // Where the lane's part of what is sent for next is in the first row of x; null beyond K.
     METHOD const char* step(const Problem& p) {
         const Share share = share_of(p);
-        const char* at = from + (long long)ahead * (TEAM * UNIT * X_BYTES);
+        const u32 at = from + ahead * (TEAM * UNIT * X_BYTES);
         ahead = ahead + X_GROUP < share.stages / TEAMS ? ahead + X_GROUP : 0;
-        return at < (const char*)p.x + (long long)share.unit_end * (UNIT * X_BYTES) ? at : nullptr;
+        return at < share.unit_end * (UNIT * X_BYTES) ? (const char*)p.x + at : nullptr;
     }
 };
 #if X_STAGED
 struct Fetch : Sequence {    // by asynchronous copies, as it is in memory
-    METHOD Fetch(const Problem& p, u32 buffer, int unit, int) : Sequence((const char*)p.x + (long long)unit * UNIT * X_BYTES, buffer) {}
+    METHOD Fetch(u32 buffer, int unit, int) : Sequence(unit * UNIT * X_BYTES, buffer) {}
 
     METHOD void next(const Problem& p) {    // all lanes have read what was there
         constexpr int chunks = UNIT * X_BYTES / 16;    // of a row
@@ -92,14 +92,14 @@ struct Fetch : Sequence {    // by asynchronous copies, as it is in memory
     }
 };
 #else
-// By loads of 8 or 16 bytes a lane, which it scales when the units before have been multiplied and shares through the buffer: there a
+// By loads of 4 to 16 bytes a lane, which it scales when the units before have been multiplied and shares through the buffer: there a
 // row of x in a unit has X_PITCH bytes, at the end of which lies what undoes its scaling.
 struct Fetch : Sequence {
     static constexpr int lanes = 32 / X_LANE_WORDS, parts = X_GROUP * X_ROWS / X_LANE_WORDS;    // of a row in a unit; of a lane
     u32 word[parts][X_LANE_WORDS];
 
-    METHOD Fetch(const Problem& p, u32 buffer, int unit, int lane)
-        : Sequence((const char*)p.x + (long long)(unit + TEAM * (lane / (lanes * X_ROWS))) * UNIT * X_BYTES + lane % lanes * (4 * X_LANE_WORDS), buffer) {}
+    METHOD Fetch(u32 buffer, int unit, int lane)
+        : Sequence((unit + TEAM * (lane / (lanes * X_ROWS))) * UNIT * X_BYTES + lane % lanes * (4 * X_LANE_WORDS), buffer) {}
 
     METHOD void next(const Problem& p) {
         const int lane = this_thread() & 31;
@@ -109,10 +109,13 @@ struct Fetch : Sequence {
         for (int i = 0; i < parts; ++i) {
             const int row = X_LANE_WORDS * i + lane / lanes % X_ROWS;
             const char* at = unit + (X_ROWS == 1 ? 0 : min(row, p.m - 1) * p.x_stride * X_BYTES);
-            if (X_LANE_WORDS == 2)
-                asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(word[i][0]), "=r"(word[i][1]) : "l"(at));
+            u32(&w)[X_LANE_WORDS] = word[i];
+            if (X_LANE_WORDS == 1)
+                asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(w[0]) : "l"(at));
+            else if (X_LANE_WORDS == 2)
+                asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(w[0]), "=r"(w[X_LANE_WORDS / 2]) : "l"(at));
             else
-                asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(word[i][0]), "=r"(word[i][1]), "=r"(word[i][X_LANE_WORDS - 2]), "=r"(word[i][X_LANE_WORDS - 1]) : "l"(at));
+                asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(w[0]), "=r"(w[X_LANE_WORDS / 4]), "=r"(w[X_LANE_WORDS / 2]), "=r"(w[X_LANE_WORDS - 1]) : "l"(at));
         }
     }
 
@@ -132,10 +135,12 @@ struct Fetch : Sequence {
             if (lane % lanes == 0) sts32(row + UNIT * X_BYTES, power.inverse);
 #endif
             const u32 at = row + lane % lanes * (4 * X_LANE_WORDS);
-            if (X_LANE_WORDS == 2)
-                asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(w[0]), "r"(w[1]) : "memory");
+            if (X_LANE_WORDS == 1)
+                sts32(at, w[0]);
+            else if (X_LANE_WORDS == 2)
+                asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(w[0]), "r"(w[X_LANE_WORDS / 2]) : "memory");
             else
-                sts128(at, w[0], w[1], w[X_LANE_WORDS - 2], w[X_LANE_WORDS - 1]);
+                sts128(at, w[0], w[X_LANE_WORDS / 4], w[X_LANE_WORDS / 2], w[X_LANE_WORDS - 1]);
         }
     }
 
