@@ -230,21 +230,19 @@ def test_training_step():
 
 @pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
 def test_optimize_and_restore(nested):
-    """No memory, the same objects, exact alone and compiled and captured; beyond 64 rows bitsandbytes computes."""
+    """No memory, the same objects; exact alone, beyond 64 rows too (whoever computes), compiled and captured."""
     layer = layer_of(nested=nested, bias=True)
     model, weight = nn.Sequential(layer), weight_of(layer)
     objects = (layer.weight, layer.bias, layer.weight.quant_state)
-    many = activations(100)
     with torch.inference_mode():
-        theirs = model(many)
+        model(activations(1))
         gc.collect()
         held = torch.cuda.memory_allocated()
         assert optimize(model) == 1
         assert torch.cuda.memory_allocated() == held
-        for m in ROWS:
+        for m in (*ROWS, 100):
             x = activations(m, seed=m)
             reference.assert_within_contract(model(x), reference.linear(x, weight, layer.bias), f"M = {m}")
-        assert torch.equal(model(many), theirs)
         x = activations(2)
         compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
         for _ in range(4):
