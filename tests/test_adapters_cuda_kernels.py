@@ -233,6 +233,20 @@ def test_wgmma_with_adapters_compiles(m: int, n: int, k: int) -> None:
     assert sum(sass.opcode(line).startswith("LDG.E.EL.128") for line in code) == depth, "four of h"
 
 
+@pytest.mark.parametrize(("m", "n", "k"), [(16, 5120, 4096), (32, 6144, 5120), (16, 65536, 5120), (64, 5120, 32768)])
+def test_stages_are_spread_with_adapters_only_where_that_gains_more(m: int, n: int, k: int) -> None:
+    """Their settings give way; others stay. All have room for the adapters' list."""
+    alone = codebook_wgmma.configure(NF4, BF16, m, n, k, 132, False)
+    settings = codebook_wgmma._settings(alone)
+    config = codebook_wgmma.configure(NF4, BF16, m, n, k, 132, False, settings, adapters=True)
+    assert config.ADAPTERS
+    assert config.shared_bytes <= codebook_wgmma.ROOM
+    assert config.RANKS == alone.RANKS, "which decides the order of sums"
+    if not alone.SPREAD:
+        assert codebook_wgmma._settings(config) == settings
+    assert config.SPREAD == ((m, k) == (64, 32768)), "a long K over few rows of W leaves others idle"
+
+
 def check_expand(stem: str, macros: dict[str, int], multiplies: int) -> tuple[str, ...]:
     """The code, whose main loop spills nothing; multiplies: for B in 16 bits and, one more for its rest, in fp32."""
     code = sass.disassemble(nvrtc.compile(stem, "sm_90a", macros))

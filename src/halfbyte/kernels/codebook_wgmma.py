@@ -288,13 +288,19 @@ def configure(
 ) -> Config:
     """The configuration with these settings for m rows of x, at most CHUNK; else that with the fewest predicted clocks.
 
-    Settings that do not fit here (other multiprocessors, scales that cannot be copied) give way.
+    Settings that do not fit here (other multiprocessors, scales that cannot be copied) give way; with adapters also
+    those that spread stages, where what adapters add to sums in memory costs more than that gains.
     """
     found = list(configurations(format, dtype, m, n, k, multiprocessors, side))
     if adapters:
         found = [with_adapters(config) for config in found]
-    chosen = [config for config in found if _settings(config) == settings]
-    return min(chosen or found, key=lambda config: predicted_clocks(config, n, k, multiprocessors))
+    chosen = [config for config in found if _settings(config) == settings and not (adapters and config.SPREAD)]
+
+    def clocks(config: Config) -> float:
+        adding = 8000 + 320 * config.COLUMNS if adapters and config.SPREAD else 0  # from times on an H200
+        return predicted_clocks(config, n, k, multiprocessors) + adding
+
+    return min(chosen or found, key=clocks)
 
 
 def _settings(config: Config) -> Settings:
