@@ -27,7 +27,6 @@ STEM, IMAGE_STEM = "codebook_wgmma", "codebook_wgmma_x"
 ARCH = "sm_90a"
 MIN_M, MAX_M, CHUNK = 9, 8192, 64  # rows of x: that this kernel takes, and of one launch
 UNIT, TEAM = codebook.UNIT, codebook.TEAM
-TABLE_BYTES = 32768
 ROOM = (227 << 10) - 1024  # dynamic shared memory; the table begins 1024 bytes in
 # registers of threads that copy, and of those that multiply, by warpgroups; they share what all begin with
 REGISTERS = {2: (96, 200), 3: (80, 144), 4: (64, 104)}
@@ -55,6 +54,7 @@ class Config:
     PRODUCER_REGISTERS: int
     CONSUMER_REGISTERS: int
     SPREAD: int = 0
+    TABLE_PITCH: int = 128
     ADAPTERS: int = 0
 
     @property
@@ -75,7 +75,9 @@ class Config:
         slot = self.rows * (128 + 4 * stage_blocks) + 512 * self.COLUMNS + unscale
         pieces = 0 if self.SPREAD else 4 * self.RANKS // self.CLUSTER
         sums = self.rows * self.COLUMNS * 4 * ((pieces if pieces <= 2 else pieces // 4) + self.UNIT_GROUPS - 1)
-        base = TABLE_BYTES + self.STAGES * slot + sums + 1024 * (self.SCALE_KIND == 1) + 16 * (self.STAGES + 1)
+        base = (
+            256 * self.TABLE_PITCH + self.STAGES * slot + sums + 1024 * (self.SCALE_KIND == 1) + 16 * (self.STAGES + 1)
+        )
         base += 128 * self.SPREAD
         if not self.ADAPTERS:
             return base
@@ -241,8 +243,9 @@ def configurations(
             )
             if cluster > 4 * ranks or (config.SPREAD and not _spreads(config, n, k, multiprocessors)):
                 continue
-            while config.shared_bytes > ROOM and config.STAGES > 1:
-                config = replace(config, STAGES=config.STAGES - 1)
+            if config.CLUSTER == 1 and not config.SPREAD and (row_groups, columns(m)) == (4, 16) and not side:
+                config = replace(config, TABLE_PITCH=256)  # worth a slot of the ring there
+            config = _with_stages(config)
             if config.STAGES > 1:
                 yield config
 
@@ -361,8 +364,13 @@ def bind(
 
 def with_adapters(config: Config) -> Config:
     """The configuration with adapters, for whose part the ring makes room."""
-    config = replace(config, ADAPTERS=1)
-    while config.shared_bytes > ROOM:
+    return _with_stages(replace(config, ADAPTERS=1, TABLE_PITCH=128))
+
+
+def _with_stages(config: Config) -> Config:
+    """The configuration with as many slots, eight at most, as fit; with one where two do not."""
+    config = replace(config, STAGES=8)
+    while config.shared_bytes > ROOM and config.STAGES > 1:
         config = replace(config, STAGES=config.STAGES - 1)
     return config
 

@@ -22,6 +22,7 @@
 //   SCALE_KIND      0 fp32, 1 nested, 2 E8M0         SCALE_SIDE     whether side warps bring the scales
 //   HIGH_FIRST      element 2j is the high nibble    OVERLAP        starts before the previous kernel has ended
 //   SPREAD          whether all tiles' stages are spread evenly over blocks, which then are no cluster's
+//   TABLE_PITCH     bytes between entries of the table, 128 or 256: then one PRMT makes an address
 //   ADAPTERS        whether they add to the outputs
 //   PRODUCER_REGISTERS, CONSUMER_REGISTERS           of a thread
 
@@ -41,16 +42,16 @@
 #define PIECES (4 * RANKS / CLUSTER)             // of K that a block has
 #define ENTRIES (SPREAD ? 0 : PIECES <= 2 ? PIECES : PIECES / 4)    // sums it keeps: a piece's, or a rank's where it has whole ranks
 #define SIDE_WARPS 2
-#ifndef EARLY
 #define EARLY (CODE_BYTES < 16384 ? 4 : COLUMNS == 32 ? 1 : 2)    // slots whose weights are sent for before x is there
-#endif
 #define AT_FIRST (EARLY < STAGES ? EARLY : STAGES)
 // whether registers hold the fragments of two units, so that one is decoded while the other is multiplied
 #define AHEAD (UNITS * SUMS + SUMS + 32 + 24 <= CONSUMER_REGISTERS)
+// whether codes are fetched a unit before they are decoded: measured to be faster there
+#define FETCH_AHEAD (COLUMNS == 64 && UNITS == 4 && SUBS == 1 && CLUSTER == 1 && !SPREAD && !SCALE_SIDE && !ADAPTERS)
 #define SCALES_OF_STAGE (UNITS == 4 && SUBS == 1 && AHEAD && !SCALE_SIDE)    // whether a thread loads the scales of a stage at once
 
 #define TABLE_AT 1024                            // where a block's own shared memory begins, as the table's addresses have it
-#define TABLE_BYTES 32768
+#define TABLE_BYTES (256 * TABLE_PITCH)
 #define CODE_BYTES (ROWS * 128)
 #define X_SLOT (COLUMNS * 512)
 #define SCALE_PITCH (4 * STAGE_BLOCKS)

@@ -13,12 +13,16 @@ struct Multiplier {
         bank = base - TABLE_AT + lane * 4;
     }
 
-    // Its A fragments.
-    METHOD void weights(u32 slot, int u, u32 (&a)[4][4]) const {
-        u32 word[2][2];
-        load_codes((codes ^ (2 * (unit0 + u)) << 4) + slot * CODE_BYTES, word);
+    // The codes of a unit, and A fragments.
+    METHOD void fetch(u32 slot, int u, u32 (&word)[2][2]) const { load_codes((codes ^ (2 * (unit0 + u)) << 4) + slot * CODE_BYTES, word); }
+    METHOD void decoded(const u32 (&word)[2][2], u32 (&a)[4][4]) const {
 #pragma unroll
         for (int step = 0; step < 4; ++step) decode<TABLE_AT>(word, step, bank, a[step]);
+    }
+    METHOD void weights(u32 slot, int u, u32 (&a)[4][4]) const {
+        u32 word[2][2];
+        fetch(slot, u, word);
+        decoded(word, a);
     }
 
     METHOD void start(u32 slot, int u, int sub, const u32 (&a)[4][4], float (&sum)[SUMS]) const {
@@ -56,9 +60,9 @@ struct Multiplier {
     }
 
     // One stage, at `next`, which moves on. a[FIRST] holds its first unit's fragments. At the end the one that follows holds
-    // the next stage's, if there is a next stage: its codes are there once its slot is full.
+    // the next stage's, if there is a next stage: its codes are there once its slot is full. FETCH_AHEAD: `word` holds the codes of the unit after.
     template <int FIRST>
-    METHOD void stage(u32 (&a)[1 + AHEAD][4][4], float (&chain)[UNITS][SUMS], bool more, Place& next, u32 barriers) const {
+    METHOD void stage(u32 (&word)[2][2], u32 (&a)[1 + AHEAD][4][4], float (&chain)[UNITS][SUMS], bool more, Place& next, u32 barriers) const {
         const u32 slot = next.slot;
         next.step();
         u32 of_stage[2][4];
@@ -73,12 +77,22 @@ struct Multiplier {
         for (int u = 0; u < UNITS; ++u) {
             auto decode_next = [&] {
                 u32(&into)[4][4] = a[AHEAD ? (FIRST + u + 1) % 2 : 0];
+#if FETCH_AHEAD
+                if (u + 1 < UNITS || more) decoded(word, into);
+                if (u + 2 < UNITS) {
+                    fetch(slot, u + 2, word);
+                } else if (more) {
+                    if (u + 2 == UNITS) barrier_wait(barriers + SLOT_FULL(next.slot), next.turn);
+                    fetch(next.slot, u + 2 - UNITS, word);
+                }
+#else
                 if (u + 1 < UNITS) {
                     weights(slot, u + 1, into);
                 } else if (more) {
                     barrier_wait(barriers + SLOT_FULL(next.slot), next.turn);
                     weights(next.slot, 0, into);
                 }
+#endif
             };
 #pragma unroll
             for (int sub = 0; sub < SUBS; ++sub) {
@@ -105,15 +119,16 @@ struct Multiplier {
 
     // So many stages, at `next`, which moves on: units r, r + 4, ... to chain r.
     METHOD void stages(int left, float (&chain)[UNITS][SUMS], Place& next, u32 barriers) const {
-        u32 a[1 + AHEAD][4][4];
+        u32 a[1 + AHEAD][4][4], word[2][2];
         if (left > 0) {
             barrier_wait(barriers + SLOT_FULL(next.slot), next.turn);
             weights(next.slot, 0, a[0]);
+            if (FETCH_AHEAD) fetch(next.slot, 1, word);
         }
 #pragma unroll 1
         while (left > 0) {
-            stage<0>(a, chain, left-- > 1, next, barriers);
-            if (AHEAD && UNITS % 2 == 1 && left > 0) stage<1>(a, chain, left-- > 1, next, barriers);    // fragments alternate between two places
+            stage<0>(word, a, chain, left-- > 1, next, barriers);
+            if (AHEAD && UNITS % 2 == 1 && left > 0) stage<1>(word, a, chain, left-- > 1, next, barriers);    // fragments alternate between two places
         }
     }
 };
