@@ -244,7 +244,7 @@ def test_stages_are_spread_with_adapters_only_where_that_gains_more(m: int, n: i
     assert config.RANKS == alone.RANKS, "which decides the order of sums"
     if not alone.SPREAD:
         assert codebook_wgmma._settings(config) == settings
-    assert config.SPREAD == ((m, k) == (64, 32768)), "a long K over few rows of W leaves others idle"
+    assert ((m, k) == (64, 32768)) == config.SPREAD, "a long K over few rows of W leaves others idle"
 
 
 def check_expand(stem: str, macros: dict[str, int], multiplies: int) -> tuple[str, ...]:
