@@ -160,6 +160,11 @@ PyObject* remember(PyObject*, PyObject* arguments) {
   Py_INCREF(counters);
   weight->calls.push_back(
       {x.dtype, m, known, known_on_cpu, owner, torch_dtype, sizes, strides, counters, static_cast<int64_t*>(counter)});
+  // Python has just launched it on this stream: so the next call may start early, be it the one that a graph keeps.
+  void* stream = nullptr;
+  if (known != nullptr && exchange->current_stream(weight->device.type, weight->device.id, &stream) == 0)
+    settled(weight, stream);
+  PyErr_Clear();
   Py_RETURN_NONE;
 }
 
