@@ -226,11 +226,21 @@ def test_mma_with_adapters_compiles(m: int, n: int, k: int) -> None:
     ("m", "n", "k"), [(16, 65536, 5120), (32, 65536, 5120), (16, 5120, 4096), (32, 5120, 32768), (64, 65536, 5120)]
 )
 def test_wgmma_with_adapters_compiles(m: int, n: int, k: int) -> None:
-    config = codebook_wgmma.configure(NF4, BF16, m, n, k, 132, False, adapters=True)
+    config = codebook_wgmma.configure(NF4, BF16, m, n, k, 132, False, adapters=codebook_wgmma.AT_THE_END)
     depth = 2 if config.threads == 640 else 3  # steps of 16 ranks whose B is on its way at once
     code = check_expand(codebook_wgmma.STEM, asdict(config), multiplies=depth * 2 * 2 + 2 * 3)
     assert sum(sass.opcode(line).startswith("LDG.E.EF.64") for line in code) == 2 * depth, "four numbers of B"
     assert sum(sass.opcode(line).startswith("LDG.E.EL.128") for line in code) == depth, "four of h"
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("m", "n", "k"), [(16, 65536, 5120), (16, 5120, 4096), (64, 65536, 5120)])
+def test_wgmma_with_side_warps_for_adapters_compiles(m: int, n: int, k: int) -> None:
+    config = codebook_wgmma.configure(NF4, BF16, m, n, k, 132, False, adapters=codebook_wgmma.BY_SIDE_WARPS)
+    assert config.ADAPTERS == codebook_wgmma.BY_SIDE_WARPS
+    pair = 2 if config.PRODUCER_REGISTERS >= 64 else 1
+    code = check_expand(codebook_wgmma.STEM, asdict(config), multiplies=pair * (2 * 2 + 2 * 3), local=96)
+    assert any(sass.opcode(line).startswith("LDGSTS.E.64") for line in code), "four numbers of B at once"
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(16, 5120, 4096), (32, 6144, 5120), (16, 65536, 5120), (64, 5120, 32768)])
@@ -238,7 +248,7 @@ def test_stages_are_spread_with_adapters_only_where_that_gains_more(m: int, n: i
     """Their settings give way; others stay. All have room for the adapters' list."""
     alone = codebook_wgmma.configure(NF4, BF16, m, n, k, 132, False)
     settings = codebook_wgmma._settings(alone)
-    config = codebook_wgmma.configure(NF4, BF16, m, n, k, 132, False, settings, adapters=True)
+    config = codebook_wgmma.configure(NF4, BF16, m, n, k, 132, False, settings, codebook_wgmma.BY_SIDE_WARPS)
     assert config.ADAPTERS
     assert config.shared_bytes <= codebook_wgmma.ROOM
     assert config.RANKS == alone.RANKS, "which decides the order of sums"
@@ -247,14 +257,14 @@ def test_stages_are_spread_with_adapters_only_where_that_gains_more(m: int, n: i
     assert ((m, k) == (64, 32768)) == config.SPREAD, "a long K over few rows of W leaves others idle"
 
 
-def check_expand(stem: str, macros: dict[str, int], multiplies: int) -> tuple[str, ...]:
+def check_expand(stem: str, macros: dict[str, int], multiplies: int, local: int = 40) -> tuple[str, ...]:
     """The code, whose main loop spills nothing; multiplies: for B in 16 bits and, one more for its rest, in fp32."""
     code = sass.disassemble(nvrtc.compile(stem, "sm_90a", macros))
     fp16 = [i for i, line in enumerate(code.instructions) if "HGMMA" in line or "HMMA.16816" in line]
     loops = [code.instructions[first : last + 1] for first, last in code.loops if any(first <= i <= last for i in fp16)]
     spills = {line for line in min(loops, key=len) if sass.opcode(line).startswith(("LDL", "STL"))}
     assert len(spills) <= 1, "at most one address of the main loop is read again for each stage"
-    assert len(code.local_memory()) <= 40, "of side warps, and at the end of tiles"
+    assert len(code.local_memory()) <= local, "of side warps, and at the end of tiles"
     assert sum("TF32" in line for line in code.instructions) == multiplies
     return tuple(code.instructions)
 

@@ -44,12 +44,13 @@ def listed_bytes(columns: int) -> int:
     return 32 * columns + 32
 
 
-def shared_bytes(rows: int, columns: int, pair: int) -> int:
+def shared_bytes(rows: int, columns: int, pair: int, warps: int = 1) -> int:
     """Shared memory for what is added to a tile of `rows` rows of W and `columns` of x.
 
-    Beside that its items, what is on its way, `pair` tiles of 16 rows of B at a time, and three barriers.
+    Beside that its items, what `warps` warps have on its way to them, `pair` tiles of 16 rows of B at a time, and three
+    barriers.
     """
-    return columns * (4 * (rows + 4) + 32) + DEPTH * 512 * (1 + pair) + 32
+    return columns * (4 * (rows + 4) + 32) + warps * DEPTH * 512 * (1 + pair) + 32
 
 
 def reason_against(expand: Expand) -> str | None:
@@ -84,6 +85,6 @@ def binder(bind: Bind) -> Bind:
     """`bind` for kernels with adapters; no other call shares their launches: their variant is ("adapters", variant)."""
 
     def bind_with_adapters(weight: PackedWeight, dtype: torch.dtype, m: int, variant: Any) -> Launch:
-        return bind(weight, dtype, m, variant[1], adapters=True)
+        return bind(weight, dtype, m, variant[1], adapters=variant[0])
 
     return bind_with_adapters

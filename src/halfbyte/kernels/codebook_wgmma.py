@@ -30,6 +30,8 @@ UNIT, TEAM = codebook.UNIT, codebook.TEAM
 ROOM = (227 << 10) - 1024  # dynamic shared memory; the table begins 1024 bytes in
 # registers of threads that copy, and of those that multiply, by warpgroups; they share what all begin with
 REGISTERS = {2: (96, 200), 3: (80, 144), 4: (64, 104)}
+BY_SIDE_WARPS, AT_THE_END = 1, 2  # ADAPTERS
+MANY_ADAPTERS = 16
 MOST_SUMS = {2: (40, 232), 4: (32, 112)}  # where they keep 128 and 64 sums a thread
 MOST_MEMORY = 48 << 20  # bytes of a call, where stages are spread and sums meet in memory
 MOST_TURNS = 8  # of a block there
@@ -81,7 +83,11 @@ class Config:
         base += 128 * self.SPREAD
         if not self.ADAPTERS:
             return base
-        return base + adapters_expand.listed_bytes(self.COLUMNS // self.CLUSTER)
+        columns = self.COLUMNS // self.CLUSTER
+        if self.ADAPTERS == AT_THE_END:
+            return base + adapters_expand.listed_bytes(columns)
+        warps, pair = (1, 1) if self.SCALE_SIDE else (3, 2 if self.PRODUCER_REGISTERS >= 64 else 1)
+        return base + adapters_expand.shared_bytes(self.rows, columns, pair, warps)
 
 
 class _Maps(ctypes.Structure):
@@ -287,7 +293,7 @@ def configure(
     multiprocessors: int,
     side: bool,
     settings: Settings | None = None,
-    adapters: bool = False,
+    adapters: int = 0,
 ) -> Config:
     """The configuration with these settings for m rows of x, at most CHUNK; else that with the fewest predicted clocks.
 
@@ -296,7 +302,8 @@ def configure(
     """
     found = list(configurations(format, dtype, m, n, k, multiprocessors, side))
     if adapters:
-        found = [with_adapters(config) for config in found]
+        found = [with_adapters(config, adapters) for config in found]
+        found = [config for config in found if config.STAGES > 1]
     chosen = [config for config in found if _settings(config) == settings and not (adapters and config.SPREAD)]
 
     def clocks(config: Config) -> float:
@@ -344,7 +351,7 @@ def predicted_seconds(problem: Problem) -> float:
 
 
 def bind(
-    weight: PackedWeight, dtype: torch.dtype, m: int, variant: str | Settings | None = None, adapters: bool = False
+    weight: PackedWeight, dtype: torch.dtype, m: int, variant: str | Settings | None = None, adapters: int = 0
 ) -> Launch:
     """Compile or find the kernel for a weight on a GPU and m rows of x, at most CHUNK; not inside graph capture.
 
@@ -362,9 +369,11 @@ def bind(
     return launch(weight, config, device, multiprocessors)
 
 
-def with_adapters(config: Config) -> Config:
+def with_adapters(config: Config, adapters: int) -> Config:
     """The configuration with adapters, for whose part the ring makes room."""
-    return _with_stages(replace(config, ADAPTERS=1, TABLE_PITCH=128))
+    if config.SPREAD or config.COLUMNS == 32:  # at 32, side warps leave the ring too little room
+        adapters = AT_THE_END
+    return _with_stages(replace(config, ADAPTERS=adapters, TABLE_PITCH=128))
 
 
 def _with_stages(config: Config) -> Config:
@@ -480,7 +489,12 @@ def run_adapters(
     return reason
 
 
-_bind_with_adapters = adapters_expand.binder(bind)
+_bind_with_adapters = adapters_expand.binder(bind)  # the variant's first is ADAPTERS
+
+
+def _way(expand: Expand) -> int:
+    """ADAPTERS for what there may be: side warps are slow where each has a row or two, but have the time."""
+    return AT_THE_END if expand.table.shape[0] > MANY_ADAPTERS else BY_SIDE_WARPS
 
 
 def _launch(
@@ -506,7 +520,7 @@ def _launch(
         if expand is None:
             multiply = launcher.get(bind, weight, x.dtype, these.shape[0], settings)
         else:
-            multiply = launcher.get(_bind_with_adapters, weight, x.dtype, these.shape[0], ("adapters", settings))
+            multiply = launcher.get(_bind_with_adapters, weight, x.dtype, these.shape[0], (_way(expand), settings))
         image = image_for(these, multiply)
         signal = NO_SIGNAL
         if shrink is not None and first == 0:

@@ -1,18 +1,22 @@
-// What LoRA adapters add to a kernel's outputs, worked out by a side warp while the others multiply: scaling * B h for a tile of W
+// What LoRA adapters add to a kernel's outputs, worked out by side warps while the others multiply: scaling * B h for a tile of W
 // and the block's rows of x, in shared memory by the time that the outputs' sums are there. See adapters_items.cuh.
 //
-// The warp takes the tile's 16 or 32 rows of W at a time, of each eight rows of x, 16 ranks of it at a time. B and h of its next
-// EXPAND_DEPTH are on their way to shared memory meanwhile, where each lane has places of its own.
+// A warp takes every EXPAND_WARPS-th tile, of 16 or 32 rows of W, of each eight rows of x, 16 ranks of it at a time. B and h of its
+// next EXPAND_DEPTH are on their way to shared memory meanwhile, where each lane has places of its own.
 //
 // The kernel says:
 //   EXPAND_COLUMNS  rows of x whose outputs a block writes      EXPAND_ROWS  rows of W at a time
-//   EXPAND_PAIR     16-row tiles that the warp takes at once: 1 or 2
+//   EXPAND_PAIR     16-row tiles that a warp takes at once: 1 or 2        EXPAND_WARPS  that work here, if not one
 
+#ifndef EXPAND_WARPS
+#define EXPAND_WARPS 1
+#endif
 #define EXPAND_DEPTH 3
 #define EXPAND_PITCH (EXPAND_ROWS + 4)    // floats of a row of x: the writers of four rows miss each other's banks
-#define EXPAND_STAGE_BYTES (512 * (1 + EXPAND_PAIR))    // 16 bytes of h a lane, then of B of each 16 rows
+#define EXPAND_STAGE_BYTES (512 * (1 + EXPAND_PAIR))    // of a warp: 16 bytes of h a lane, then of B of each 16 rows
 #define EXPAND_ITEMS_AT (EXPAND_COLUMNS * EXPAND_PITCH * 4)    // behind what is added
 #define EXPAND_STAGES_AT (EXPAND_ITEMS_AT + EXPAND_COLUMNS * EXPAND_ITEM_BYTES)
+#define EXPAND_BYTES (EXPAND_STAGES_AT + EXPAND_WARPS * EXPAND_DEPTH * EXPAND_STAGE_BYTES)
 
 // Copies `BYTES` bytes of which `there` are there, the others zeros.
 template <int BYTES>
@@ -23,15 +27,15 @@ DEVICE void copy_later(u32 to, const void* from, int there) {
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(there) : "memory");
 }
 
-// What the warp works on.
+// What a warp works on.
 struct Tile {
     const Expand& e;
     u32 added;
-    int m0, row0, tiles, outputs;    // rows of W from row0 on, in tiles of 16 EXPAND_PAIR
+    int warp, m0, row0, tiles, outputs;    // rows of W from row0 on, in tiles of 16 EXPAND_PAIR
 
     METHOD u32 item(int number) const { return added + EXPAND_ITEMS_AT + number * EXPAND_ITEM_BYTES; }
     METHOD u32 stage(int number) const {    // a lane's 16 bytes of h; those of B follow
-        return added + EXPAND_STAGES_AT + number % EXPAND_DEPTH * EXPAND_STAGE_BYTES + (this_thread() & 31) * 16;
+        return added + EXPAND_STAGES_AT + (warp * EXPAND_DEPTH + number % EXPAND_DEPTH) * EXPAND_STAGE_BYTES + (this_thread() & 31) * 16;
     }
     // A lane's part of an item's B, in numbers from its begin: of ranks rank .. rank + 15 the four from 4 q on, of row g of a tile.
     METHOD long long b_at(const Item& item, int rank, int tile) const {
@@ -45,8 +49,9 @@ struct Step {
     int item, rank, tile;
 
     METHOD void next(const Tile& on) {
-        if (++tile < on.tiles) return;
-        tile = 0, rank += 16;
+        tile += EXPAND_WARPS;
+        if (tile < on.tiles) return;
+        tile = on.warp, rank += 16;
         if (rank >= (int)lds32(on.item(item) + 16)) rank = 0, ++item;
     }
 };
@@ -61,7 +66,7 @@ struct Sender {
         const Expand& e = on.e;
         const int lane = this_thread() & 31;
         const u32 to = on.stage(number);
-        if (at.tile == 0) {
+        if (at.tile == on.warp) {
             const Item item = Item::at(on.item(at.item));
             const int left = max(0, min(4, item.rank - at.rank - 4 * (lane & 3)));
             there = item.wide(e) ? 2 * left : 0, down = 16 * item.stride;
@@ -80,7 +85,7 @@ struct Sender {
             const bool any = there > 0 && row + 8 * i < on.outputs;
             copy_later<8>(to + 512 * (1 + i / 2) + 8 * (i & 1), any ? from + i * down : (const char*)e.b, any ? there : 0);
         }
-        if (there > 0) from += 2 * EXPAND_PAIR * down;
+        if (there > 0) from += 2 * EXPAND_PAIR * EXPAND_WARPS * down;
         at.next(on);
     }
 };
@@ -153,7 +158,7 @@ struct Receiver {
 
     METHOD void receive(const Tile& on, int number) {
         const u32 stage = on.stage(number);
-        if (at.tile == 0) settle(on, stage);
+        if (at.tile == on.warp) settle(on, stage);
         float acc[EXPAND_PAIR][4] = {};
         if (at.rank > 0)
 #pragma unroll
@@ -170,17 +175,18 @@ struct Receiver {
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-            if (to[i]) to[i] += EXPAND_PAIR * 64;
+            if (to[i]) to[i] += EXPAND_WARPS * EXPAND_PAIR * 64;
         at.next(on);
     }
 };
 
-// What is added to rows row0 .. row0 + rows - 1 of W. A thread reads what other kernels wrote, so it
+// All warps together: what is added to rows row0 .. row0 + rows - 1 of W. A thread reads what other kernels wrote, so it
 // has waited for them.
-DEVICE void expand(const Expand& e, u32 added, int items, int m0, int row0, int rows, int outputs) {
-    const Tile on = {e, added, m0, row0, (rows + 16 * EXPAND_PAIR - 1) / (16 * EXPAND_PAIR), outputs};
-    Sender ahead = {};
-    Receiver now = {};
+DEVICE void expand(const Expand& e, u32 added, int items, int m0, int row0, int rows, int outputs, int warp = 0) {
+    const Tile on = {e, added, warp, m0, row0, (rows + 16 * EXPAND_PAIR - 1) / (16 * EXPAND_PAIR), outputs};
+    if (warp >= on.tiles) return;
+    Sender ahead = {{0, 0, warp}};
+    Receiver now = {{0, 0, warp}};
 #pragma unroll 1
     for (int number = -EXPAND_DEPTH; now.at.item < items; ++number) {
         if (number >= 0) {

@@ -23,7 +23,7 @@
 //   HIGH_FIRST      element 2j is the high nibble    OVERLAP        starts before the previous kernel has ended
 //   SPREAD          whether all tiles' stages are spread evenly over blocks, which then are no cluster's
 //   TABLE_PITCH     bytes between entries of the table, 128 or 256: then one PRMT makes an address
-//   ADAPTERS        whether they add to the outputs
+//   ADAPTERS        whether they add to the outputs: 1 by side warps, 2 by those that multiply, at the end of a tile
 //   PRODUCER_REGISTERS, CONSUMER_REGISTERS           of a thread
 
 #define UNIT 64
@@ -77,12 +77,21 @@
 
 // adapters: items of the block's rows of x; how many there are, whether all are plain, how many tiles are done; they are there
 #define EXPAND_COLUMNS (COLUMNS / CLUSTER)
+#if ADAPTERS == 1
+#define EXPAND_ROWS ROWS
+#define EXPAND_WARPS (SCALE_SIDE ? 1 : 3)        // the copying warpgroup's last
+#define EXPAND_PAIR (PRODUCER_REGISTERS >= 64 && !SCALE_SIDE ? 2 : 1)
+#define ADDED_AT (BARRIERS_AT + 16 * (STAGES + 1))    // what they add to a tile's outputs; then barriers: it is there, it was read
+#define ADDED_FULL_AT (ADDED_AT + EXPAND_BYTES)
+#define LISTED 15                                // a barrier of threads: who takes which adapter
+#else
 #define EXPAND_TILES (ROWS / 16)
 #define EXPAND_WARPS WARPS
 #define ADAPTERS_WARP (SPREAD && !SCALE_SIDE ? WARPS + 1 : WARPS + 3)
 #define ITEMS_AT (BARRIERS_AT + 16 * (STAGES + 1) + 128 * SPREAD)
 #define ITEM_COUNT_AT (ITEMS_AT + EXPAND_COLUMNS * EXPAND_ITEM_BYTES)
 #define LISTED_AT (ITEM_COUNT_AT + 16)
+#endif
 
 // barriers of threads: 1 all consumers; then for each row group, what was passed is there, and was read
 #define PASSED(group) (2 + (group))
@@ -98,6 +107,10 @@
 #include "codebook_wgmma.cuh"
 #if ADAPTERS
 #include "adapters_items.cuh"
+#endif
+#if ADAPTERS == 1
+#include "adapters_expand.cuh"
+#elif ADAPTERS == 2
 #include "adapters_outputs.cuh"
 #endif
 
@@ -285,7 +298,7 @@ DEVICE float total_of(u32 base, u32 offset) {
     return total;
 }
 
-#if ADAPTERS
+#if ADAPTERS == 2
 // Puts what sums of pieces and adapters make of the block's share of a tile's outputs into its own first entry. Not inlined, as it
 // would cost the main loop registers.
 static __device__ __noinline__ void add_adapters(const float* shrunk, int width, int b_type, u32 base, int m0, int row0, int n) {
@@ -303,7 +316,7 @@ static __device__ __noinline__ void add_adapters(const float* shrunk, int width,
 // Writes a block's share of a tile's outputs.
 DEVICE void finish(const Problem& p, u32 base, int tile, int rank, int thread, float inverse) {
     constexpr int outputs = ROWS * COLUMNS / CLUSTER;
-#if ADAPTERS
+#if ADAPTERS == 2
     add_adapters(p.expand.shrunk, p.expand.width, p.expand.b_type, base, rank * EXPAND_COLUMNS, tile * ROWS, p.n);
 #endif
 #pragma unroll 4
@@ -311,7 +324,11 @@ DEVICE void finish(const Problem& p, u32 base, int tile, int rank, int thread, f
         const int row = i % ROWS, column = i / ROWS, n = tile * ROWS + row;
         if (n >= p.n || column >= p.m) continue;
         const u32 offset = sum_offset(row, column);
-        store(p, column, n, ADAPTERS ? __uint_as_float(lds32(base + ENTRIES_AT + offset)) : total_of(base, offset), inverse, -0.f);
+        float total = ADAPTERS == 2 ? __uint_as_float(lds32(base + ENTRIES_AT + offset)) : total_of(base, offset);
+#if ADAPTERS == 1
+        total += added_to(base + ADDED_AT, column - rank * EXPAND_COLUMNS, row);
+#endif
+        store(p, column, n, total, inverse, -0.f);
     }
 }
 
@@ -368,9 +385,14 @@ DEVICE void multiply(const Problem& p, u32 base, float inverse) {
         if (thread < CLUSTER) remote_arrive(at_rank(sums_full, thread));
         cluster_barrier_wait(sums_full, round & 1);
 #endif
+#if ADAPTERS == 1
+        barrier_wait(base + ADDED_FULL_AT, round & 1);
+#endif
         finish(p, base, tile_of(round), this_block() % CLUSTER, thread, inverse);
         threads_sync(1, CONSUMERS);
-#if ADAPTERS
+#if ADAPTERS == 1
+        if (thread == 0) barrier_arrive(base + ADDED_FULL_AT + 8);
+#elif ADAPTERS == 2
         if (thread == 0) sts32(base + ITEM_COUNT_AT + 8, round + 1);
 #endif
 #if CLUSTER > 1
@@ -381,7 +403,25 @@ DEVICE void multiply(const Problem& p, u32 base, float inverse) {
 }
 #endif
 
-#if ADAPTERS
+#if ADAPTERS == 1
+// The adapters' warps: tile after tile, what they add to the block's share of its outputs.
+DEVICE void bring_adapters(const Problem& p, u32 base, int tile, int rank, int warp, float inverse) {
+    const u32 added = base + ADDED_AT, full = base + ADDED_FULL_AT;
+    const int m0 = rank * EXPAND_COLUMNS;
+    previous_kernel_done();    // the index and h are read
+    const int items = list_items(p.expand, m0, p.m, p.n, inverse, added + EXPAND_ITEMS_AT);    // all the same
+    threads_sync(LISTED, 32 * EXPAND_WARPS);
+    for (int ahead = tile; warp == 0 && ahead * ROWS < p.n; ahead += gridDim.x / CLUSTER)
+        send_for_items(p.expand, added + EXPAND_ITEMS_AT, items, ahead * ROWS, ROWS, p.n, 0);
+#pragma unroll 1
+    for (u32 round = 0; tile * ROWS < p.n; ++round, tile += gridDim.x / CLUSTER) {
+        if (round > 0) barrier_wait_long(full + 8, (round - 1) & 1);
+        expand(p.expand, added, items, m0, tile * ROWS, ROWS, p.n, warp);
+        __syncwarp();
+        if ((this_thread() & 31) == 0) barrier_arrive(full);
+    }
+}
+#elif ADAPTERS == 2
 // The adapters' warp: lists who takes what, and sends for each tile's part of B while it is multiplied.
 DEVICE void bring_adapters(const Problem& p, const Cut& cut, u32 base, int tile, int rank, float inverse) {
     const int lane = this_thread() & 31;
@@ -436,7 +476,10 @@ codebook_wgmma(const __grid_constant__ Maps maps, const __grid_constant__ Codebo
 #endif
             barrier_init(barriers + SUMS_FULL, CLUSTER);
             barrier_init(barriers + SUMS_FULL + 8, CLUSTER);
-#if ADAPTERS
+#if ADAPTERS == 1
+            barrier_init(base + ADDED_FULL_AT, EXPAND_WARPS);
+            barrier_init(base + ADDED_FULL_AT + 8, 1);
+#elif ADAPTERS == 2
             barrier_init(base + LISTED_AT, 1);
             sts32(base + ITEM_COUNT_AT + 8, 0);
 #endif
@@ -471,7 +514,12 @@ codebook_wgmma(const __grid_constant__ Maps maps, const __grid_constant__ Codebo
             signal_seen(p.expand);
 #endif
         }
-#if ADAPTERS
+#if ADAPTERS == 1
+        if (warp >= THREADS / 32 - EXPAND_WARPS) {
+            bring_adapters(p, base, tile, rank, warp - (THREADS / 32 - EXPAND_WARPS), codebook.inverse);
+            __syncwarp();
+        }
+#elif ADAPTERS == 2
         if (warp == ADAPTERS_WARP) {
             bring_adapters(p, cut, base, tile, rank, codebook.inverse);
             __syncwarp();
