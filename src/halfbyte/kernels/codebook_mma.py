@@ -81,8 +81,8 @@ class Config:
         sums = (WARPS if self.X_ROWS == 1 else 4) * self.X_ROWS * (self.rows + 4) * 4
         peers = (self.SPLIT - 1) * self.GROUPS * self.X_ROWS * self.rows * 4
         staged = self.X_TYPE == 2 or self.GROUPS > 1
-        few = staged or self.TILES > 6  # else a warp brings x of four rows in units at once, or of four units
-        x_rows = self.GROUPS * (self.X_ROWS if few else max(4, self.X_ROWS))
+        least = 1 if staged else 2 if self.TILES > 6 and self.X_ROWS == 1 else 4  # rows of x in units, brought at once
+        x_rows = self.GROUPS * max(least, self.X_ROWS)
         x = WARPS * x_rows * (codebook.UNIT * (4 if self.X_TYPE == 2 else 2) + 16)
         nested = 1024 if self.SCALE_KIND == 1 else 0
         pair = 2 if self.RESIDENT == 1 else 1

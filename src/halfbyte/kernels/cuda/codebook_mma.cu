@@ -44,7 +44,7 @@
 #define X_WORDS (X_TYPE == 2 ? 16 : 8)           // 32-bit words of a lane's 16 elements of x
 #define X_BYTES (X_TYPE == 2 ? 4 : 2)            // of an element
 #define X_STAGED (X_TYPE == 2 || GROUPS > 1)     // x is copied as it is to shared memory, else comes by way of registers
-#define X_LANE_WORDS (TILES > 6 && X_ROWS < 4 ? X_ROWS : 4)     // of x that a lane brings at once: large passes leave few registers
+#define X_LANE_WORDS (TILES > 6 && X_ROWS == 1 ? 2 : 4)         // of x that a lane brings at once: large passes leave few registers
 #define X_GROUP (X_STAGED || X_ROWS > X_LANE_WORDS ? 1 : X_LANE_WORDS / X_ROWS)    // units whose x a warp brings at once
 #define X_PITCH (UNIT * X_BYTES + 16)            // of a row of a warp's x in shared memory
 #define SUMS (TERMS == 2 || X_TERMS == 2 ? 2 : 1)

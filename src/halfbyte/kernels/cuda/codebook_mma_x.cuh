@@ -92,7 +92,7 @@ struct Fetch : Sequence {    // by asynchronous copies, as it is in memory
     }
 };
 #else
-// By loads of 4 to 16 bytes a lane, which it scales when the units before have been multiplied and shares through the buffer: there a
+// By loads of 8 or 16 bytes a lane, which it scales when the units before have been multiplied and shares through the buffer: there a
 // row of x in a unit has X_PITCH bytes, at the end of which lies what undoes its scaling.
 struct Fetch : Sequence {
     static constexpr int lanes = 32 / X_LANE_WORDS, parts = X_GROUP * X_ROWS / X_LANE_WORDS;    // of a row in a unit; of a lane
@@ -110,12 +110,10 @@ struct Fetch : Sequence {
             const int row = X_LANE_WORDS * i + lane / lanes % X_ROWS;
             const char* at = unit + (X_ROWS == 1 ? 0 : min(row, p.m - 1) * p.x_stride * X_BYTES);
             u32(&w)[X_LANE_WORDS] = word[i];
-            if (X_LANE_WORDS == 1)
-                asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(w[0]) : "l"(at));
-            else if (X_LANE_WORDS == 2)
-                asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(w[0]), "=r"(w[X_LANE_WORDS / 2]) : "l"(at));
+            if (X_LANE_WORDS == 2)
+                asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "l"(at));
             else
-                asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(w[0]), "=r"(w[X_LANE_WORDS / 4]), "=r"(w[X_LANE_WORDS / 2]), "=r"(w[X_LANE_WORDS - 1]) : "l"(at));
+                asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[X_LANE_WORDS - 2]), "=r"(w[X_LANE_WORDS - 1]) : "l"(at));
         }
     }
 
@@ -135,12 +133,10 @@ struct Fetch : Sequence {
             if (lane % lanes == 0) sts32(row + UNIT * X_BYTES, power.inverse);
 #endif
             const u32 at = row + lane % lanes * (4 * X_LANE_WORDS);
-            if (X_LANE_WORDS == 1)
-                sts32(at, w[0]);
-            else if (X_LANE_WORDS == 2)
-                asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(w[0]), "r"(w[X_LANE_WORDS / 2]) : "memory");
+            if (X_LANE_WORDS == 2)
+                asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(w[0]), "r"(w[1]) : "memory");
             else
-                sts128(at, w[0], w[X_LANE_WORDS / 4], w[X_LANE_WORDS / 2], w[X_LANE_WORDS - 1]);
+                sts128(at, w[0], w[1], w[X_LANE_WORDS - 2], w[X_LANE_WORDS - 1]);
         }
     }
 
