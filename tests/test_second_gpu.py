@@ -49,7 +49,7 @@ def test_each_gpu_gets_a_plan_and_is_current_during_the_call(monkeypatch: pytest
             assert x.device == weight.device == out.device
 
         events.append(("plan", problem.arch))
-        return SimpleNamespace(kernel=SimpleNamespace(name="pretended", run=run))
+        return SimpleNamespace(kernel=SimpleNamespace(name="pretended", run=run, launch=None))
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", Guard)

@@ -27,6 +27,7 @@ import json
 import torch
 import halfbyte
 from halfbyte import reference
+from halfbyte.counters import counts
 from halfbyte.kernels import Problem
 from halfbyte.kernels.cpu import library
 from halfbyte.plan import plan
@@ -34,9 +35,7 @@ from halfbyte.plan import plan
 generator = torch.Generator().manual_seed(1)
 weight = halfbyte.quantize(torch.randn(96, 512, generator=generator), "nf4")
 x = torch.randn(3, 512, generator=generator).bfloat16()
-loaded, calls = library(), []
-native = loaded.linear
-loaded.linear = lambda *arguments: calls.append(1) or native(*arguments)
+loaded = library()
 out, y = halfbyte.linear(x, weight), reference.linear(x, weight)
 reference.assert_within_contract(out, y, "the installed wheel")
 try:
@@ -45,10 +44,11 @@ except AssertionError:
     noticed = True
 else:
     noticed = False
-from halfbyte.kernels import _shortcut  # where there is a GPU, ops uses it
+from halfbyte.kernels import _shortcut  # repeated calls go there
 kernel = plan(Problem(weight.format, x.dtype, 3, 96, 512)).kernel.name
 files = [halfbyte.__file__, str(loaded.path), _shortcut.__file__, torch.__file__]
-print(json.dumps([*files, kernel, len(calls), noticed]))
+calls = sum(counts.totals()[0]["linear"][kernel].values())
+print(json.dumps([*files, kernel, calls, noticed]))
 """
 
 
