@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import sys
 import threading
 import weakref
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -20,6 +17,7 @@ from halfbyte.formats import PackedWeight, quantize
 from halfbyte.kernels import cpu_linear
 from halfbyte.kernels.cpu import library
 from halfbyte.nn import QuantLinear
+from shortcut_taken import in_python
 
 pytestmark = [
     pytest.mark.skipif(library() is None, reason="no library of CPU kernels here"),
@@ -48,21 +46,6 @@ def long_way(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Ten
     out = rows.new_empty(rows.shape[0], weight.shape[0])
     cpu_linear.run(rows, weight, bias, out)
     return out.view(*x.shape[:-1], weight.shape[0])
-
-
-def in_python(work: Callable[[], object]) -> bool:
-    """Whether a call gets to the operator's implementation in Python."""
-    seen: list[str] = []
-
-    def note(frame: Any, event: str, argument: object) -> None:
-        seen.append(frame.f_code.co_name)
-
-    sys.setprofile(note)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return "linear_on_tensors" in seen
 
 
 def again(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -17,6 +14,7 @@ from halfbyte import ops, reference
 from halfbyte.device import arch_of
 from halfbyte.formats import PackedWeight
 from halfbyte.kernels import codebook_wgmma, kernels
+from shortcut_taken import in_python
 
 pytestmark = [
     pytest.mark.skipif(DEVICE.type != "cuda", reason="about CUDA"),
@@ -34,21 +32,6 @@ def check(x: Tensor, weight: PackedWeight) -> Tensor:
     out = ops.linear(x, weight)
     reference.assert_within_contract(out, reference.linear(x, weight), f"{weight.format.key} M = {x.shape[0]}")
     return out
-
-
-def in_python(work: Callable[[], object]) -> bool:
-    """Whether a call gets to the operator's implementation in Python."""
-    seen: list[str] = []
-
-    def note(frame: Any, event: str, argument: object) -> None:
-        seen.append(frame.f_code.co_name)
-
-    sys.setprofile(note)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return "linear_on_tensors" in seen
 
 
 def test_the_dispatcher_is_not_passed() -> None:

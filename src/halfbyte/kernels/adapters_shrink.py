@@ -199,7 +199,7 @@ class Shrink:
         image: lay x out, too, which then lies at 16-byte addresses and has two bytes an element; the signal says that
         it is there. Without, the signal says that x is.
         """
-        return _run(self.x, self.a, self.spans, self.index, self.out, self.out.data_ptr(), image)
+        return _run(self.x, self.a, self.spans, self.index, self.out, signals=True, image=image)
 
 
 def _signal_at(m: int, width: int) -> int:
@@ -221,10 +221,10 @@ def _run(
     spans: Tensor,
     index: Tensor | None,
     out: Tensor,
-    signals_behind: int = 0,
+    signals: bool = False,
     image: Image | None = None,
 ) -> Signal:
-    """signals_behind: where `out` begins, if words for signals lie behind it."""
+    """signals: whether words for them lie behind `out`, see `Shrink`."""
     m, k = x.shape
     if not m or not out.shape[1]:
         return NO_SIGNAL
@@ -238,8 +238,8 @@ def _run(
     image_blocks = image_blocks_for(config, k, multiprocessors)
     launch = _launch(config, -(-m // CHUNK), clusters, image_blocks, arch, index_of_device)
     signal = NO_SIGNAL
-    if signals_behind and config.OVERLAP:
-        signal = Signal(signals_behind + _signal_at(*out.shape), next(_tags), image_blocks or 1)
+    if signals and config.OVERLAP:
+        signal = Signal(out.data_ptr() + _signal_at(*out.shape), next(_tags), image_blocks or 1)
     fields = {
         "a": a.data_ptr(),
         "spans": spans.data_ptr(),

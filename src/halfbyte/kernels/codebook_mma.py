@@ -45,7 +45,6 @@ class Config:
     X_ROWS: int
     STAGES: int
     EARLY: int
-    AHEAD: int
     SPLIT: int
     X_TYPE: int
     TERMS: int
@@ -75,7 +74,7 @@ class Config:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory: table, ring, sums, the cluster's sums, x, nested map, barriers, adapters."""
-        scale_stages = self.STAGES * self.AHEAD if self.SCALE_SIDE else self.STAGES
+        scale_stages = self.STAGES * self.RESIDENT if self.SCALE_SIDE else self.STAGES
         ring = self.rows * (self.STAGES * 128 + scale_stages * 4 * self.stage_blocks)
         barriers = 16 * (self.STAGES + 3 + (scale_stages if self.SCALE_SIDE else 0))
         sums = (WARPS if self.X_ROWS == 1 else 4) * self.X_ROWS * (self.rows + 4) * 4
@@ -289,7 +288,6 @@ def configurations(
                 GROUPS=_ceil_div(m, 8),
                 X_ROWS=min(8, 1 << (m - 1).bit_length()),
                 STAGES=4,
-                AHEAD=resident,
                 EARLY=_early(slab, tiles, grid.units, resident, m),
                 SPLIT=split,
                 X_TYPE=codebook.X_TYPES[dtype],

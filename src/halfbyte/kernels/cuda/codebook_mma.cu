@@ -22,7 +22,7 @@
 //   TILES           16-row tiles of W in a pass             LAST        tiles of the last pass of a larger slab
 //   GROUPS          groups of 8 rows of x                   X_ROWS      rows of x in a group: 1, 2, 4 or 8
 //   STAGES          slots of the ring, a multiple of 4      SPLIT       blocks of a cluster, which share K
-//   EARLY           of them that are sent for before x      AHEAD       slots for scales that side warps bring, to one of codes
+//   EARLY           of them that are sent for before x
 //   X_TYPE          0 fp16, 1 bf16, 2 fp32 (also of out)    RESIDENT    blocks that fit a multiprocessor: 1 or 2
 //   BLOCK           32 or 64: k between two scales          TERMS       2 keeps the table to 22 bits, else 1
 //   SCALE_KIND      0 fp32, 1 nested, 2 E8M0                SCALE_SIDE  whether side warps bring the scales
@@ -66,7 +66,8 @@
 #define SCALE_BYTES (ROWS * SCALE_PITCH)
 #define CODES_AT TABLE_BYTES
 #define SCALES_AT (CODES_AT + STAGES * CODE_BYTES)
-#define SCALE_STAGES (SCALE_SIDE ? AHEAD * STAGES : STAGES)    // slots for scales
+// slots for scales: twice as many where two blocks share a multiprocessor, whose shared memory leaves no cache to side warps either way
+#define SCALE_STAGES (SCALE_SIDE ? RESIDENT * STAGES : STAGES)
 #define SUMS_AT (SCALES_AT + SCALE_STAGES * SCALE_BYTES)
 #define SUM_PITCH (ROWS + 4)                     // floats of a column of sums: its writers and readers miss each other's banks
 #define SUM_WARPS (X_ROWS == 1 ? WARPS : 4)      // warps whose sums are in shared memory at a time
